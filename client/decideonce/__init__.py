@@ -1,0 +1,1 @@
+"""Client of decideonce, the service that makes a business decision exactly once."""
