@@ -24,11 +24,12 @@ class Execution(StrEnum):
 class OperationContract:
     """What an operation's version holds: its policy, its lifetimes and the JSON Schema of its facts, as JSON text.
 
-    Lifetimes that are None are for ever. `policy_version` is set where the operation holds a version of its policy.
+    Lifetimes that are None are for ever. `policy_version` is set where the operation holds a version of its policy. An
+    operation without a policy publishes its contract ahead of it: it is known, and can't decide yet.
     """
 
     operation: str
-    policy_id: str
+    policy_id: str | None
     policy_version: int | None
     execution: Execution
     default_wait: timedelta

@@ -28,7 +28,7 @@ def utc_text(moment: datetime) -> str:
 class DecideonceError(Exception):
     """The base of all; never raised itself."""
 
-    reason: ClassVar[reasons.ErrorReason]
+    reason: ClassVar[reasons.ErrorReason.ValueType]
 
     def __init__(self, metadata: dict[str, str] | None = None) -> None:
         super().__init__(inspect.cleandoc(type(self).__doc__ or ""))
@@ -101,11 +101,9 @@ class OperationKeyExpired(DecideonceError):
 
     reason = reasons.ERROR_REASON_OPERATION_KEY_EXPIRED
 
-    def __init__(self, decision_id: str, expired_at: datetime, key_retained_until: datetime | None) -> None:
-        metadata = {"decision_id": decision_id, "expired_at": utc_text(expired_at)}
-        if key_retained_until is not None:
-            metadata["key_retained_until"] = utc_text(key_retained_until)
-        super().__init__(metadata)
+    def __init__(self, decision_id: str, expired_at: datetime | None, key_retained_until: datetime | None) -> None:
+        times = {"expired_at": expired_at, "key_retained_until": key_retained_until}
+        super().__init__({"decision_id": decision_id} | {name: utc_text(at) for name, at in times.items() if at})
 
 
 class DecisionNotFound(DecideonceError):

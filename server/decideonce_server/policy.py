@@ -80,6 +80,14 @@ class RetryLater(PolicyError):
     """Raised by a python policy that can't decide yet: this attempt failed, and another may succeed."""
 
 
+class PolicyTimeout(PolicyError):
+    """The evaluation did not end within its time budget; its evaluator was killed."""
+
+
+class PolicyCrashed(PolicyError):
+    """The evaluator died during the evaluation."""
+
+
 class Evaluate(Protocol):
     """A policy made ready: evaluates one input.
 

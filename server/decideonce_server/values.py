@@ -43,9 +43,7 @@ def from_struct(struct: struct_pb2.Struct) -> dict[str, Json]:
     Raises:
         ValueFault: a value breaks one of the rules above, or has no kind.
     """
-    return {
-        _checked_text(key, (key,)): _from_value(value, (key,), 1) for key, value in sorted(struct.fields.items())
-    }
+    return {_checked_text(key, (key,)): _from_value(value, (key,), 1) for key, value in sorted(struct.fields.items())}
 
 
 def _from_value(value: struct_pb2.Value, path: tuple[str | int, ...], depth: int) -> Json:
@@ -116,7 +114,7 @@ def checked_number(number: float, path: tuple[str | int, ...]) -> int | float:
     Raises:
         ValueFault: it is not finite, or further from zero than 2^53-1.
     """
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         raise ValueFault(path, FINITE_RULE)
     if abs(number) > NUMBER_MAX:
         raise ValueFault(path, RANGE_RULE)

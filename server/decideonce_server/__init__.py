@@ -1,0 +1,12 @@
+"""The service that makes a business decision exactly once.
+
+The way of a request, module by module:
+
+    wire -> status -> telemetry -> auth -> idempotency -> servicer -> decide -> policy
+            errors→   counts       who?    normalise,      map         |
+            code               tenant  fingerprint, RESERVE    |
+                                       or replay               ledger.complete: decision + events, one transaction, fenced
+    publisher <- outbox <------------------------------------'
+
+`app` puts them together.
+"""

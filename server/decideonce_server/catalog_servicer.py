@@ -1,0 +1,167 @@
+"""CatalogService: maps a request, calls, maps the result."""
+
+from datetime import UTC
+from typing import Any
+
+from google.protobuf import duration_pb2
+
+from decideonce.v1 import catalog_pb2 as wire
+from decideonce.v1 import decision_service_pb2
+from decideonce.v1.catalog_pb2_grpc import CatalogServiceServicer
+from decideonce_server import values
+from decideonce_server.apply import Apply, ChangeKind, Subject
+from decideonce_server.auth import current_caller
+from decideonce_server.catalog import CatalogSource, Execution, OperationContract, PolicyExample, PolicySource
+from decideonce_server.catalog_reader import CatalogReader
+from decideonce_server.errors import InvalidCatalog, InvalidRequest, PolicyVersionNotFound, Violation
+from decideonce_server.ledger_catalog import CatalogStore, PolicyVersionHead
+from decideonce_server.requests import duration_of
+from decideonce_server.servicer import operation_response
+from decideonce_server.wire import Context
+
+KINDS = {
+    ChangeKind.ADDED: wire.CHANGE_KIND_ADDED,
+    ChangeKind.CHANGED: wire.CHANGE_KIND_CHANGED,
+    ChangeKind.REMOVED: wire.CHANGE_KIND_REMOVED,
+}
+SUBJECTS = {
+    Subject.POLICY: wire.CATALOG_SUBJECT_POLICY,
+    Subject.OPERATION: wire.CATALOG_SUBJECT_OPERATION,
+}
+PAGE_SIZE = 100
+PAGE_SIZE_MAX = 1000
+
+
+class CatalogServicer(CatalogServiceServicer):
+    """Publishes catalogs and tells what is published. What it tells is never older than what the store has."""
+
+    def __init__(self, apply: Apply, store: CatalogStore, catalog: CatalogReader) -> None:
+        self._apply = apply
+        self._store = store
+        self._catalog = catalog
+
+    async def ApplyCatalog(self, request: wire.ApplyCatalogRequest, context: Context) -> Any:  # noqa: ARG002, N802
+        """Publish a catalog, or tell what that would change."""
+        caller = current_caller()
+        applied = await self._apply.apply(
+            _source(request),
+            applied_by=f"{caller.tenant}/{caller.name}",
+            dry_run=request.dry_run,
+        )
+        await self._catalog.refresh()
+        changes = [
+            wire.CatalogChange(
+                kind=KINDS[change.kind],
+                subject=SUBJECTS[change.subject],
+                name=change.name,
+                old_version=change.old_version,
+                new_version=change.new_version,
+                fields=change.fields,
+            )
+            for change in applied.changes
+        ]
+        return wire.ApplyCatalogResponse(revision=applied.revision, changes=changes)
+
+    async def GetCatalog(self, request: wire.GetCatalogRequest, context: Context) -> Any:  # noqa: ARG002, N802
+        """Tell the catalog in force."""
+        await self._catalog.refresh()
+        catalog = self._catalog.catalog
+        response = wire.GetCatalogResponse(revision=catalog.revision)
+        if catalog.apply_time is not None:
+            response.apply_time.FromDatetime(catalog.apply_time)
+        for name in sorted(catalog.operations):
+            operation = operation_response(catalog.operations[name], self._catalog.policy_of(name))
+            response.operations.append(operation)
+        for head in await self._store.policy_history(sorted(catalog.policies)):
+            if head.version == catalog.policies[head.policy_id].version:
+                response.policies.append(_policy_version(head, active=True))
+        return response
+
+    async def ListPolicyVersions(self, request: wire.ListPolicyVersionsRequest, context: Context) -> Any:  # noqa: ARG002, N802
+        """List a policy's versions, newest first; a page's token is the number below which the next begins."""
+        if not 0 <= request.page_size <= PAGE_SIZE_MAX:
+            raise InvalidRequest([Violation("page_size", f"must be 0 to {PAGE_SIZE_MAX}")])
+        if request.page_token and not request.page_token.isdecimal():
+            raise InvalidRequest([Violation("page_token", "must be the next_page_token of the page before")])
+        history = await self._store.policy_history([request.policy_id])
+        if not history:
+            raise PolicyVersionNotFound
+        if request.page_token:
+            history = [head for head in history if head.version < int(request.page_token)]
+        page = history[: request.page_size or PAGE_SIZE]
+        return wire.ListPolicyVersionsResponse(
+            versions=[_policy_version(head, active=await self._is_active(head)) for head in page],
+            next_page_token=str(page[-1].version) if len(page) < len(history) else "",
+        )
+
+    async def GetPolicyVersion(self, request: wire.GetPolicyVersionRequest, context: Context) -> Any:  # noqa: ARG002, N802
+        """Give one version with its content."""
+        for head in await self._store.policy_history([request.policy_id]):
+            active = await self._is_active(head)
+            if head.version == request.version or (not request.version and active):
+                policy = await self._catalog.policy_version(head.policy_id, head.version)
+                version = _policy_version(head, active=active)
+                return wire.GetPolicyVersionResponse(version=version, content=policy.content)
+        raise PolicyVersionNotFound
+
+    async def _is_active(self, head: PolicyVersionHead) -> bool:
+        await self._catalog.refresh()
+        active = self._catalog.catalog.policies.get(head.policy_id)
+        return active is not None and active.version == head.version
+
+
+def _policy_version(head: PolicyVersionHead, *, active: bool) -> wire.PolicyVersion:
+    version = wire.PolicyVersion(
+        policy_id=head.policy_id,
+        version=head.version,
+        engine=head.engine,
+        digest=head.digest,
+        active=active,
+    )
+    version.create_time.FromDatetime(head.create_time)
+    return version
+
+
+def _source(request: wire.ApplyCatalogRequest) -> CatalogSource:
+    return CatalogSource(
+        policies=tuple(_policy(policy) for policy in request.policies),
+        operations=tuple(_contract(operation) for operation in request.operations),
+    )
+
+
+def _policy(policy: wire.PolicyDefinition) -> PolicySource:
+    kind = policy.WhichOneof("definition")
+    if kind is None:
+        raise InvalidCatalog([Violation(f"policies/{policy.policy_id}", "must have jdm or entry_point")])
+    return PolicySource(
+        policy_id=policy.policy_id,
+        engine="jdm" if kind == "jdm" else "python",
+        text=policy.jdm if kind == "jdm" else policy.entry_point,
+        examples=tuple(_example(policy.policy_id, example) for example in policy.examples),
+    )
+
+
+def _example(policy_id: str, example: wire.PolicyExample) -> PolicyExample:
+    try:
+        return PolicyExample(
+            name=example.name,
+            facts=values.from_struct(example.facts),
+            outcome=example.outcome,
+            reasons=tuple(example.reasons),
+            outputs=values.from_struct(example.outputs) if example.HasField("outputs") else None,
+            time=example.time.ToDatetime(UTC) if example.HasField("time") else None,
+        )
+    except values.ValueFault as fault:
+        field = f"policies/{policy_id}/examples/{example.name}{fault.path}"
+        raise InvalidCatalog([Violation(field, fault.rule)]) from None
+    except ValueError:
+        field = f"policies/{policy_id}/examples/{example.name}/time"
+        raise InvalidCatalog([Violation(field, "must be a timestamp")]) from None
+
+
+def _contract(operation: wire.OperationDefinition) -> OperationContract:
+    return OperationContract(
+        operation=operation.operation,
+        policy_id=operation.policy_id or None,
+        policy_version=operation.policy_version if operation.HasField("policy_version") else None,
+    )

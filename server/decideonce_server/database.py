@@ -1,0 +1,129 @@
+"""Postgres as the ledger modules see it: named statements, each its own transaction, and typed errors.
+
+A statement is sent outside of any explicit transaction, so there is no COMMIT that could be lost, or answered with
+ROLLBACK while the driver reports success: either its rows are there or it raised.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import asyncpg
+from sqlalchemy import Row, TextClause, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from decideonce_server.errors import LedgerUnavailable
+
+# A reservation waits this long for another transaction that holds the same key, then the caller is told PROCESSING.
+LOCK_TIMEOUT_MS = 300
+# Far above what any set takes; a statement that runs longer waits for something that won't come.
+STATEMENT_TIMEOUT_MS = 5_000
+CONNECT_TIMEOUT_S = 3.0
+POOL_TIMEOUT_S = 3.0
+
+SETTINGS = {
+    "application_name": "decideonce",
+    "lock_timeout": f"{LOCK_TIMEOUT_MS}ms",
+    "statement_timeout": f"{STATEMENT_TIMEOUT_MS}ms",
+    "idle_in_transaction_session_timeout": f"{STATEMENT_TIMEOUT_MS}ms",
+    # Arrays of a set differ in length from call to call; a plan made for one fits all.
+    "plan_cache_mode": "force_generic_plan",
+    "timezone": "UTC",
+}
+
+LOCK_NOT_AVAILABLE = "55P03"
+UNIQUE_VIOLATION = "23505"
+# Classes of SQLSTATE after which the same statement can succeed later: connection, resources, operator's intervention,
+# system error, serialization and deadlock, read-only (a server that became a standby), and a lock or statement time-out.
+RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
+
+
+class LockTimeout(Exception):
+    """Another transaction held a row for longer than the lock time-out; nothing was written."""
+
+
+class UniqueViolation(Exception):
+    """A row with these values is there already; nothing was written."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One named SQL statement; the name stands in front of it in pg_stat_activity and pg_stat_statements."""
+
+    name: str
+    sql: str
+
+    @cached_property
+    def clause(self) -> TextClause:
+        return text(f"/* {self.name} */ {self.sql}")
+
+
+def database_url(url: str) -> URL:
+    """Read a Postgres URL, and name the driver that this service uses.
+
+    Raises:
+        ValueError: it is no URL of Postgres.
+    """
+    try:
+        parsed = make_url(url)
+    except Exception:
+        raise ValueError("the database URL must look like postgresql://user@host:5432/name") from None
+    if parsed.get_backend_name() not in ("postgresql", "postgres"):
+        raise ValueError("the database URL must begin with postgresql://")
+    return parsed.set(drivername="postgresql+asyncpg")
+
+
+class Database:
+    """A pool of connections that run one statement at a time, each in a transaction of its own."""
+
+    def __init__(self, url: URL, *, pool_size: int = 10) -> None:
+        self.engine: AsyncEngine = create_async_engine(
+            url,
+            isolation_level="AUTOCOMMIT",
+            pool_size=pool_size,
+            max_overflow=0,
+            pool_timeout=POOL_TIMEOUT_S,
+            pool_pre_ping=False,
+            hide_parameters=True,
+            connect_args={"server_settings": SETTINGS, "timeout": CONNECT_TIMEOUT_S},
+        )
+
+    async def run(self, statement: Statement, **parameters: Any) -> Sequence[Row[Any]]:
+        """Run one statement and give its rows.
+
+        Raises:
+            LockTimeout: a row stayed locked by another transaction.
+            UniqueViolation: a row with these values is there already.
+            LedgerUnavailable: Postgres can't be reached or can't do it now. Whether the statement took effect is unknown.
+        """
+        with _typed_errors():
+            async with self.engine.connect() as connection:
+                result = await connection.execute(statement.clause, parameters)
+                return result.all() if result.returns_rows else ()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.engine.dispose()
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        sqlstate = getattr(error.orig, "sqlstate", None) or ""
+        if sqlstate == LOCK_NOT_AVAILABLE:
+            raise LockTimeout from error
+        if sqlstate == UNIQUE_VIOLATION:
+            raise UniqueViolation from error
+        if error.connection_invalidated or not sqlstate or sqlstate.startswith(RETRYABLE_CLASSES):
+            raise LedgerUnavailable from error
+        raise
+    except (TimeoutError, OSError, PoolTimeout, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        # What asyncpg raises while it connects reaches us unwrapped.
+        raise LedgerUnavailable from error

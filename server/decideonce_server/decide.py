@@ -1,0 +1,112 @@
+"""The use case: evaluate the pinned policy once, and record the decision and its events."""
+
+import json
+from datetime import timedelta
+
+import structlog
+import tenacity
+
+from decideonce.v1 import error_reason_pb2 as reasons
+from decideonce_server.catalog import OperationContract
+from decideonce_server.catalog_reader import CatalogReader
+from decideonce_server.errors import DecisionNotFound, LedgerUnavailable, utc_text
+from decideonce_server.evaluator import Evaluators
+from decideonce_server.ledger import Attempt, Completion, Ledger, Record
+from decideonce_server.policy import (
+    Evaluation,
+    InvalidResult,
+    PolicyCrashed,
+    PolicyError,
+    PolicyFailed,
+    PolicyTimeout,
+    PolicyVersion,
+    RetryLater,
+)
+from decideonce_server.recording import ATTEMPTS_EXHAUSTED, Failure, completion
+from decideonce_server.telemetry import Telemetry
+from decideonce_server.values import Json
+
+FAILURES: dict[type[PolicyError], Failure] = {
+    PolicyTimeout: Failure(reasons.ERROR_REASON_POLICY_TIMEOUT, retryable=True),
+    PolicyCrashed: Failure(reasons.ERROR_REASON_POLICY_CRASHED, retryable=True),
+    RetryLater: Failure(reasons.ERROR_REASON_POLICY_RETRY_LATER, retryable=True),
+    PolicyFailed: Failure(reasons.ERROR_REASON_POLICY_FAILED),
+    InvalidResult: Failure(reasons.ERROR_REASON_INVALID_RESULT),
+}
+
+# Between the attempts that workers make: full jitter, so that what failed together isn't tried together.
+BACKOFF = tenacity.wait_random_exponential(multiplier=1, max=60)
+
+log = structlog.get_logger()
+
+
+class Decide:
+    """Decides attempts."""
+
+    def __init__(self, ledger: Ledger, catalog: CatalogReader, evaluators: Evaluators, telemetry: Telemetry) -> None:
+        self._ledger = ledger
+        self._catalog = catalog
+        self._evaluators = evaluators
+        self._telemetry = telemetry
+
+    async def decide(self, attempt: Attempt) -> tuple[Record, bool]:
+        """Decide, record and give the record, and whether it is this attempt's own.
+
+        An attempt that lost its lease to another never answers with its own result: it gives what is recorded.
+
+        Raises:
+            LedgerUnavailable: whether the decision was recorded stayed unknown.
+            DecisionNotFound: the attempt lost its lease, and the winner's record is past its retention.
+        """
+        record = attempt.record
+        operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
+        policy = await self._catalog.policy_version(record.policy_id, record.policy_version)
+        end = await self._evaluate(attempt, operation.contract, policy)
+        completed = await self._complete(completion(attempt, operation.contract, policy, end))
+        if completed is not None:
+            return completed, True
+        self._telemetry.stale_completion()
+        (winner,) = await self._ledger.read([record.key])
+        if winner is None:
+            raise DecisionNotFound
+        return winner, False
+
+    async def _evaluate(
+        self,
+        attempt: Attempt,
+        contract: OperationContract,
+        policy: PolicyVersion,
+    ) -> Evaluation | Failure:
+        record = attempt.record
+        facts: dict[str, Json] = json.loads(attempt.facts)
+        decision: dict[str, Json] = {
+            "time": utc_text(record.reserve_time),
+            "tenant": record.key.tenant,
+            "operation": record.key.operation,
+        }
+        try:
+            return await self._evaluators.evaluate(policy, facts, decision, contract.time_budget)
+        except PolicyError as error:
+            failure = FAILURES[type(error)]
+        log.info("policy failed", policy=policy.policy_id, version=policy.version, failure=type(failure).__name__)
+        if not failure.retryable:
+            return failure
+        if record.attempt >= contract.max_attempts:
+            return ATTEMPTS_EXHAUSTED
+        return Failure(failure.reason, retryable=True, retry_after=_backoff(record) if record.background else None)
+
+    async def _complete(self, end: Completion) -> Record | None:
+        """Complete; where the connection was lost around the commit, read on a new one before anything else."""
+        try:
+            return (await self._ledger.complete([end]))[0]
+        except LedgerUnavailable:
+            (record,) = await self._ledger.read([end.key])
+        if record is not None and record.attempt == end.attempt and record.response == end.response:
+            return record
+        return (await self._ledger.complete([end]))[0]
+
+
+def _backoff(record: Record) -> timedelta:
+    state = tenacity.RetryCallState(tenacity.AsyncRetrying(), None, (), {})
+    state.attempt_number = record.attempt
+    return timedelta(seconds=BACKOFF(state))

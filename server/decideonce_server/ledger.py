@@ -1,0 +1,359 @@
+"""The ledger: one row per (tenant, operation, operation key), and the only code that changes one.
+
+    reserve ──> PROCESSING ──complete──> SUCCEEDED | FAILED_FINAL ──(retention)──> EXPIRED ──(its own)──> absent
+                  ^    └────complete──> FAILED_RETRYABLE
+                  └──────take_over──────────┘  (also from PROCESSING past its lease)
+
+Postgres is authoritative, and its clock alone judges leases and retention, at read time. `attempt` is the fencing token:
+who reserves or takes over holds it, and a completion that names another changes nothing. Every operation takes and
+returns sets, in the order of their members; sets are sorted by key before they are sent, so that two can't deadlock.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Row
+
+from decideonce_server import outbox
+from decideonce_server.database import Database, Statement
+
+
+class State(IntEnum):
+    """The recorded state of a key: the numbers of decideonce.v1.DecisionStatus."""
+
+    PROCESSING = 1
+    SUCCEEDED = 2
+    FAILED_RETRYABLE = 3
+    FAILED_FINAL = 4
+    EXPIRED = 5
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing but retention changes it any more."""
+        return self in (State.SUCCEEDED, State.FAILED_FINAL, State.EXPIRED)
+
+
+def bucket_of(operation_key: str) -> int:
+    """Give a key's bucket, 0 to 255: the first byte of SHA-256 of the operation key."""
+    return hashlib.sha256(operation_key.encode()).digest()[0]
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """What a row is found by. The three stay three, so that no two keys can be spelt alike."""
+
+    tenant: str
+    operation: str
+    operation_key: str
+
+    @cached_property
+    def bucket(self) -> int:
+        """The key's bucket."""
+        return bucket_of(self.operation_key)
+
+    @property
+    def row(self) -> tuple[int, str, str, str]:
+        """The primary key."""
+        return self.bucket, self.tenant, self.operation, self.operation_key
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A key to reserve, with all that its attempts are made from."""
+
+    key: Key
+    decision_id: UUID
+    fingerprint_version: int
+    fingerprint: bytes
+    operation_version: int
+    policy_id: str
+    policy_version: int
+    lease: timedelta
+    background: bool
+    facts: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is recorded under a key, as Postgres's clock judged it when it was read.
+
+    `lease_left` is set while PROCESSING and `retry_left` while FAILED_RETRYABLE in the background; both may be negative.
+    Lifetimes that are None in a final state are for ever.
+    """
+
+    key: Key
+    decision_id: UUID
+    state: State
+    attempt: int
+    background: bool
+    fingerprint_version: int
+    fingerprint: bytes
+    operation_version: int
+    policy_id: str
+    policy_version: int
+    reserve_time: datetime
+    read_time: datetime
+    lease_left: timedelta | None
+    retry_left: timedelta | None
+    replayable_until: datetime | None
+    key_retained_until: datetime | None
+    response: bytes | None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the attempt's lease ran out, so that another may take over."""
+        return self.lease_left is not None and self.lease_left <= timedelta(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The right to decide one key: the record as it was when the attempt began, and its facts as JSON text.
+
+    `began` is when, by this process's monotonic clock, in seconds.
+    """
+
+    record: Record
+    facts: bytes
+    began: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of an attempt. `retention` and `tombstone_retention` of None are for ever."""
+
+    key: Key
+    attempt: int
+    state: State
+    response: bytes
+    retention: timedelta | None
+    tombstone_retention: timedelta | None
+    retry_after: timedelta | None = None
+    events: Sequence[outbox.Event] = field(default_factory=tuple)
+
+
+_KEYS = """unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
+    CAST(:operation_keys AS text[])) AS k (bucket, tenant, operation, operation_key)"""
+
+_RECORD = """l.bucket, l.tenant, l.operation, l.operation_key, l.decision_id, l.attempt, l.background,
+    l.fingerprint_version, l.fingerprint, l.operation_version, l.policy_id, l.policy_version, l.reserve_time,
+    statement_timestamp() AS read_time,
+    l.lease_expires_at - statement_timestamp() AS lease_left, l.retry_at - statement_timestamp() AS retry_left,
+    l.replayable_until, l.key_retained_until,
+    CASE WHEN l.replayable_until <= statement_timestamp() THEN 5 ELSE l.state END AS state,
+    CASE WHEN l.replayable_until <= statement_timestamp() THEN NULL ELSE l.response END AS response"""
+
+RESERVE = Statement(
+    # A key that another call reserved first gives no row here: `read` then sees it, with a newer snapshot. A background
+    # key begins before its first attempt, with a lease that is over, so that a worker takes it over like any other.
+    "reserve",
+    f"""INSERT INTO ledger AS l (bucket, tenant, operation, operation_key, decision_id, state, attempt, lease_expires_at,
+        background, fingerprint_version, fingerprint, operation_version, policy_id, policy_version, reserve_time, facts)
+    SELECT n.bucket, n.tenant, n.operation, n.operation_key, n.decision_id, 1, CASE WHEN n.background THEN 0 ELSE 1 END,
+        statement_timestamp() + CASE WHEN n.background THEN interval '0' ELSE n.lease END,
+        n.background, n.fingerprint_version, n.fingerprint, n.operation_version, n.policy_id, n.policy_version,
+        statement_timestamp(), n.facts
+    FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
+        CAST(:operation_keys AS text[]), CAST(:decision_ids AS uuid[]), CAST(:leases AS interval[]),
+        CAST(:backgrounds AS boolean[]), CAST(:fingerprint_versions AS smallint[]), CAST(:fingerprints AS bytea[]),
+        CAST(:operation_versions AS integer[]), CAST(:policy_ids AS text[]), CAST(:policy_versions AS integer[]),
+        CAST(:facts AS bytea[]))
+        AS n (bucket, tenant, operation, operation_key, decision_id, lease, background, fingerprint_version,
+            fingerprint, operation_version, policy_id, policy_version, facts)
+    ORDER BY n.bucket, n.tenant, n.operation, n.operation_key
+    ON CONFLICT (bucket, tenant, operation, operation_key) DO NOTHING
+    RETURNING {_RECORD}""",
+)
+
+READ = Statement(
+    # A key past its tombstone's retention is absent, whether or not it was deleted yet.
+    "read",
+    f"""SELECT {_RECORD} FROM {_KEYS} JOIN ledger l USING (bucket, tenant, operation, operation_key)
+    WHERE l.key_retained_until IS NULL OR l.key_retained_until > statement_timestamp()""",
+)
+
+FORGET = Statement(
+    # Makes room for a new reservation of a key that is past its tombstone's retention.
+    "forget",
+    f"""DELETE FROM ledger l USING {_KEYS}
+    WHERE l.bucket = k.bucket AND l.tenant = k.tenant AND l.operation = k.operation
+        AND l.operation_key = k.operation_key AND l.key_retained_until <= statement_timestamp()""",
+)
+
+TAKE_OVER = Statement(
+    # Compare-and-set on the attempt that was seen: of many who see a lease run out, one gets the next attempt.
+    "take_over",
+    f"""UPDATE ledger l SET state = 1, attempt = l.attempt + 1, lease_expires_at = statement_timestamp() + t.lease,
+        retry_at = NULL, response = NULL
+    FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
+        CAST(:operation_keys AS text[]), CAST(:attempts AS integer[]), CAST(:leases AS interval[]))
+        AS t (bucket, tenant, operation, operation_key, attempt, lease)
+    WHERE l.bucket = t.bucket AND l.tenant = t.tenant AND l.operation = t.operation
+        AND l.operation_key = t.operation_key AND l.attempt = t.attempt
+        AND (l.state = 3 OR l.state = 1 AND l.lease_expires_at <= statement_timestamp())
+    RETURNING {_RECORD}, l.facts""",
+)
+
+COMPLETE = Statement(
+    # The decision and its events in one statement, hence in one transaction; an attempt that lost its lease to another
+    # changes nothing and tells no event. FAILED_RETRYABLE may become FAILED_FINAL: that is how attempts are exhausted.
+    "complete",
+    f"""WITH done AS (
+        UPDATE ledger l SET state = c.state, lease_expires_at = NULL, response = c.response,
+            retry_at = statement_timestamp() + c.retry_after, complete_time = statement_timestamp(),
+            replayable_until = CASE WHEN c.state <> 3 THEN statement_timestamp() + c.retention END,
+            key_retained_until =
+                CASE WHEN c.state <> 3 THEN statement_timestamp() + c.retention + c.tombstone_retention END
+        FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
+            CAST(:operation_keys AS text[]), CAST(:attempts AS integer[]), CAST(:states AS smallint[]),
+            CAST(:responses AS bytea[]), CAST(:retry_afters AS interval[]), CAST(:retentions AS interval[]),
+            CAST(:tombstone_retentions AS interval[]))
+            AS c (bucket, tenant, operation, operation_key, attempt, state, response, retry_after, retention,
+                tombstone_retention)
+        WHERE l.bucket = c.bucket AND l.tenant = c.tenant AND l.operation = c.operation
+            AND l.operation_key = c.operation_key AND l.attempt = c.attempt
+            AND (l.state = 1 OR l.state = 3 AND c.state = 4)
+        RETURNING {_RECORD}
+    ), told AS (
+        {outbox.INSERT_FOR_DONE}
+    )
+    SELECT * FROM done""",
+)
+
+DUE = Statement(
+    # Background work that no attempt holds: not begun, abandoned, or failed and due again. Oldest first.
+    "due",
+    f"""SELECT {_RECORD} FROM ledger l
+    WHERE l.background AND l.state IN (1, 3) AND coalesce(l.lease_expires_at, l.retry_at) <= statement_timestamp()
+    ORDER BY coalesce(l.lease_expires_at, l.retry_at) LIMIT :limit""",
+)
+
+
+class Ledger:
+    """The ledger in Postgres. Each operation is one statement unless it says otherwise.
+
+    Every operation raises LedgerUnavailable where Postgres can't be reached or can't do it now, and LockTimeout where
+    another transaction holds a row for longer than the lock time-out.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def reserve(self, reservations: Sequence[Reservation]) -> list[Attempt | Record]:
+        """Reserve each key, or read what is recorded under it; two statements where a key was taken before.
+
+        An Attempt means that the key is now reserved by this call. For a background operation a Record of attempt 0 is
+        given even to the call that reserved it: a worker makes the attempts.
+        """
+        results: dict[UUID, Attempt | Record] = {}
+        rest = sorted(reservations, key=lambda r: r.key.row)
+        while rest:
+            facts = {r.decision_id: r.facts for r in rest}
+            for row in await self._database.run(RESERVE, **_reserve_parameters(rest)):
+                record = _record(row)
+                results[record.decision_id] = (
+                    record if record.background else Attempt(record, facts[record.decision_id])
+                )
+            rest = [r for r in rest if r.decision_id not in results]
+            known = await self.read([r.key for r in rest])
+            results |= {r.decision_id: record for r, record in zip(rest, known, strict=True) if record}
+            rest = [r for r in rest if r.decision_id not in results]
+            if rest:
+                await self._database.run(FORGET, **_key_parameters([r.key for r in rest]))
+        return [results[r.decision_id] for r in reservations]
+
+    async def read(self, keys: Sequence[Key]) -> list[Record | None]:
+        """Read what is recorded under each key; None where nothing is, or nothing any more."""
+        if not keys:
+            return []
+        rows = await self._database.run(READ, **_key_parameters(keys))
+        known = {record.key: record for record in map(_record, rows)}
+        return [known.get(key) for key in keys]
+
+    async def take_over(self, records: Sequence[Record], leases: Sequence[timedelta]) -> list[Attempt | None]:
+        """Begin the next attempt at each record that was read; None where the record has changed since.
+
+        Taken over is what is FAILED_RETRYABLE, or PROCESSING past its lease.
+        """
+        parameters = _key_parameters([record.key for record in records])
+        rows = await self._database.run(
+            TAKE_OVER,
+            **parameters,
+            attempts=[record.attempt for record in records],
+            leases=list(leases),
+        )
+        taken = {attempt.record.key: attempt for attempt in (Attempt(_record(row), row.facts) for row in rows)}
+        return [taken.get(record.key) for record in records]
+
+    async def complete(self, completions: Sequence[Completion]) -> list[Record | None]:
+        """End each attempt, with its events, in one transaction; None where the attempt is no longer the key's."""
+        ordered = sorted(completions, key=lambda c: c.key.row)
+        events = [event for completion in ordered for event in completion.events]
+        rows = await self._database.run(
+            COMPLETE,
+            **_key_parameters([c.key for c in ordered]),
+            attempts=[c.attempt for c in ordered],
+            states=[c.state for c in ordered],
+            responses=[c.response for c in ordered],
+            retry_afters=[c.retry_after for c in ordered],
+            retentions=[c.retention for c in ordered],
+            tombstone_retentions=[c.tombstone_retention for c in ordered],
+            **outbox.insert_parameters(events),
+        )
+        done = {record.key: record for record in map(_record, rows)}
+        return [done.get(c.key) for c in completions]
+
+    async def due(self, limit: int) -> list[Record]:
+        """Read background work that no attempt holds, oldest first."""
+        return [_record(row) for row in await self._database.run(DUE, limit=limit)]
+
+
+def _key_parameters(keys: Sequence[Key]) -> dict[str, list[Any]]:
+    return {
+        "buckets": [key.bucket for key in keys],
+        "tenants": [key.tenant for key in keys],
+        "operations": [key.operation for key in keys],
+        "operation_keys": [key.operation_key for key in keys],
+    }
+
+
+def _reserve_parameters(reservations: Sequence[Reservation]) -> dict[str, list[Any]]:
+    return _key_parameters([r.key for r in reservations]) | {
+        "decision_ids": [r.decision_id for r in reservations],
+        "leases": [r.lease for r in reservations],
+        "backgrounds": [r.background for r in reservations],
+        "fingerprint_versions": [r.fingerprint_version for r in reservations],
+        "fingerprints": [r.fingerprint for r in reservations],
+        "operation_versions": [r.operation_version for r in reservations],
+        "policy_ids": [r.policy_id for r in reservations],
+        "policy_versions": [r.policy_version for r in reservations],
+        "facts": [r.facts for r in reservations],
+    }
+
+
+def _record(row: Row[Any]) -> Record:
+    return Record(
+        key=Key(row.tenant, row.operation, row.operation_key),
+        decision_id=row.decision_id,
+        state=State(row.state),
+        attempt=row.attempt,
+        background=row.background,
+        fingerprint_version=row.fingerprint_version,
+        fingerprint=row.fingerprint,
+        operation_version=row.operation_version,
+        policy_id=row.policy_id,
+        policy_version=row.policy_version,
+        reserve_time=row.reserve_time,
+        read_time=row.read_time,
+        lease_left=row.lease_left,
+        retry_left=row.retry_left,
+        replayable_until=row.replayable_until,
+        key_retained_until=row.key_retained_until,
+        response=row.response,
+    )

@@ -1,0 +1,133 @@
+"""The use case before a decision: judge the request, reserve its key, take over what was left, or find the record.
+
+A key that is recorded already is judged by the operation version that it was recorded under; only a new key by today's
+catalog. So a catalog change never breaks a safe resend.
+"""
+
+import json
+from dataclasses import dataclass
+
+from google.protobuf import struct_pb2
+from uuid_utils.compat import uuid7
+
+from decideonce_server.catalog import Execution
+from decideonce_server.catalog_reader import CatalogReader, Operation
+from decideonce_server.errors import (
+    DecideonceError,
+    InvalidFacts,
+    NoActivePolicy,
+    OperationKeyExpired,
+    OperationKeyReused,
+    OperationNotFound,
+    PolicyVersionNotFound,
+)
+from decideonce_server.facts import AcceptedFacts
+from decideonce_server.fingerprint import FINGERPRINT_VERSION, fingerprint
+from decideonce_server.ledger import Attempt, Key, Ledger, Record, Reservation, State
+from decideonce_server.policy import PolicyVersion
+from decideonce_server.recording import ATTEMPTS_EXHAUSTED, completion
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRequest:
+    """What identifies one request: its key, its facts and the policy version that it pins, if it pins one."""
+
+    key: Key
+    facts: struct_pb2.Struct
+    policy_version: int | None
+
+
+class Reserve:
+    """Reserves keys."""
+
+    def __init__(self, ledger: Ledger, catalog: CatalogReader) -> None:
+        self._ledger = ledger
+        self._catalog = catalog
+
+    async def reserve(self, request: DecisionRequest) -> Attempt | Record:
+        """Begin an attempt at this request, or find the record of an earlier one.
+
+        Raises:
+            OperationKeyReused: another request is recorded under this key.
+            OperationKeyExpired: the record is past its retention.
+            InvalidFacts, OperationNotFound, NoActivePolicy, PolicyVersionNotFound: the key is new, and today's catalog
+                refuses the request; nothing was written.
+            LedgerUnavailable, LockTimeout: see Ledger.
+        """
+        reservation = await self._judge(request)
+        while True:
+            found = await self._reserve_or_read(request.key, reservation)
+            if isinstance(found, Attempt):
+                return found
+            await self._refuse_another(found, request)
+            if found.state is State.EXPIRED:
+                raise OperationKeyExpired(str(found.decision_id), found.replayable_until, found.key_retained_until)
+            if found.background or not (found.is_abandoned or found.state is State.FAILED_RETRYABLE):
+                return found
+            next_attempt = await self.take_over(found)
+            if next_attempt is not None:
+                return next_attempt
+
+    async def _judge(self, request: DecisionRequest) -> Reservation | DecideonceError:
+        """Judge a request as if its key were new, by today's catalog; what refuses it counts for a new key only."""
+        operation = self._catalog.operation(request.key.operation)
+        if operation is None:
+            return OperationNotFound({"operation": request.key.operation})
+        policy = self._catalog.policy_of(request.key.operation)
+        if policy is None:
+            return NoActivePolicy({"operation": request.key.operation})
+        try:
+            accepted = operation.schema.accept(request.facts)
+            if request.policy_version is not None:
+                policy = await self._catalog.policy_version(policy.policy_id, request.policy_version)
+        except (InvalidFacts, PolicyVersionNotFound) as refusal:
+            return refusal
+        return _reservation(request, operation, policy, accepted)
+
+    async def _reserve_or_read(self, key: Key, reservation: Reservation | DecideonceError) -> Attempt | Record:
+        if isinstance(reservation, Reservation):
+            (found,) = await self._ledger.reserve([reservation])
+            return found
+        (record,) = await self._ledger.read([key])
+        if record is None:
+            raise reservation
+        return record
+
+    async def _refuse_another(self, record: Record, request: DecisionRequest) -> None:
+        operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
+        try:
+            accepted = operation.schema.accept(request.facts)
+        except InvalidFacts:
+            # The recorded request satisfied this schema, so this one is another.
+            raise OperationKeyReused from None
+        if fingerprint(record.key.operation, request.policy_version, accepted.identity) != record.fingerprint:
+            raise OperationKeyReused
+
+    async def take_over(self, record: Record) -> Attempt | Record | None:
+        """Begin the next attempt at a record that was left, or record that none is left; None where it has changed."""
+        operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
+        if record.attempt >= operation.contract.max_attempts:
+            policy = await self._catalog.policy_version(record.policy_id, record.policy_version)
+            end = completion(Attempt(record, b""), operation.contract, policy, ATTEMPTS_EXHAUSTED)
+            return (await self._ledger.complete([end]))[0]
+        return (await self._ledger.take_over([record], [operation.contract.lease]))[0]
+
+
+def _reservation(
+    request: DecisionRequest,
+    operation: Operation,
+    policy: PolicyVersion,
+    accepted: AcceptedFacts,
+) -> Reservation:
+    return Reservation(
+        key=request.key,
+        decision_id=uuid7(),
+        fingerprint_version=FINGERPRINT_VERSION,
+        fingerprint=fingerprint(request.key.operation, request.policy_version, accepted.identity),
+        operation_version=operation.version,
+        policy_id=policy.policy_id,
+        policy_version=policy.version,
+        lease=operation.contract.lease,
+        background=operation.contract.execution is Execution.BACKGROUND,
+        facts=json.dumps(accepted.facts, ensure_ascii=False, separators=(",", ":")).encode(),
+    )

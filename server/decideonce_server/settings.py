@@ -1,0 +1,66 @@
+"""What an operator can set. The command line gives each as a flag and a DECIDEONCE_… variable."""
+
+import ipaddress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+
+class InvalidSetting(Exception):
+    """A setting that can't be used; the text names it and says what it must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of `serve`."""
+
+    listen: str = "127.0.0.1:50051"
+    database_url: str | None = None
+    data_dir: Path = Path(".decideonce")
+    catalog: Path | None = None
+    metrics: str | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    allow_plaintext: bool = False
+    pool_size: int = 10
+    evaluators: int = 16
+    drain: timedelta = timedelta(seconds=30)
+
+    def check(self) -> None:
+        """Check what can be checked before anything is started.
+
+        Raises:
+            InvalidSetting: a setting can't be used.
+        """
+        host, _ = address(self.listen, "--listen")
+        if self.metrics is not None:
+            address(self.metrics, "--metrics")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise InvalidSetting("--tls-certificate and --tls-key go together")
+        if self.tls_certificate is None and not self.allow_plaintext and not is_loopback(host):
+            raise InvalidSetting(
+                f"--listen {self.listen} is not a loopback address: it needs --tls-certificate and --tls-key, "
+                "or an explicit --allow-plaintext",
+            )
+
+
+def address(text: str, flag: str) -> tuple[str, int]:
+    """Read HOST:PORT.
+
+    Raises:
+        InvalidSetting: it isn't.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:  # noqa: PLR2004  # the largest port
+        raise InvalidSetting(f"{flag} must be HOST:PORT, and is {text!r}")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,135 @@
+"""The tables, as the newest migration leaves them. A test holds the two to each other.
+
+Every hot table starts its primary key with `bucket`, the first byte of SHA-256 of the operation key: background workers
+divide their work by it, and it can distribute the tables. Statements join only within a bucket.
+"""
+
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    Uuid,
+    text,
+)
+
+metadata = MetaData(
+    naming_convention={"pk": "%(table_name)s_pkey", "ck": "%(table_name)s_%(constraint_name)s_check"},
+)
+
+BUCKET_RULE = "bucket = get_byte(sha256(convert_to(operation_key, 'UTF8')), 0)"
+
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("tenant", Text, primary_key=True),
+    Column("operation", Text, primary_key=True),
+    Column("operation_key", Text, primary_key=True),
+    Column("decision_id", Uuid, nullable=False),
+    # DecisionStatus by number.
+    Column("state", SmallInteger, nullable=False),
+    # The fencing token: every write after the reservation compares it.
+    Column("attempt", Integer, nullable=False),
+    Column("lease_expires_at", DateTime(timezone=True)),
+    # When a worker may make the next attempt, where the last one failed.
+    Column("retry_at", DateTime(timezone=True)),
+    Column("background", Boolean, nullable=False),
+    Column("fingerprint_version", SmallInteger, nullable=False),
+    Column("fingerprint", LargeBinary, nullable=False),
+    # What the request was judged by, and every resend is: today's catalog can't change it.
+    Column("operation_version", Integer, nullable=False),
+    Column("policy_id", Text, nullable=False),
+    Column("policy_version", Integer, nullable=False),
+    Column("reserve_time", DateTime(timezone=True), nullable=False),
+    Column("complete_time", DateTime(timezone=True)),
+    # Null in a final state: for ever.
+    Column("replayable_until", DateTime(timezone=True)),
+    Column("key_retained_until", DateTime(timezone=True)),
+    # Bytes and not jsonb: what is replayed is what was answered, to the byte.
+    Column("facts", LargeBinary),
+    Column("response", LargeBinary),
+    CheckConstraint(BUCKET_RULE, name="bucket"),
+    CheckConstraint("state BETWEEN 1 AND 5", name="state"),
+    CheckConstraint("(state = 1) = (lease_expires_at IS NOT NULL)", name="lease"),
+    CheckConstraint("state <> 1 OR facts IS NOT NULL", name="facts"),
+    CheckConstraint("(state IN (2, 3, 4)) = (response IS NOT NULL)", name="response"),
+    CheckConstraint("octet_length(fingerprint) = 32", name="fingerprint"),
+    # Open work in the order in which it falls due.
+    Index(
+        "ledger_due", "bucket", text("coalesce(lease_expires_at, retry_at)"), postgresql_where=text("state IN (1, 3)")
+    ),
+)
+
+outbox = Table(
+    "outbox",
+    metadata,
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    # A UUIDv7: events of one operation key sort in the order in which they happened.
+    Column("id", Uuid, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("operation", Text, nullable=False),
+    Column("operation_key", Text, nullable=False),
+    # The column names of Debezium's outbox event router.
+    Column("aggregatetype", Text, nullable=False),
+    Column("aggregateid", Text, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    CheckConstraint(BUCKET_RULE, name="bucket"),
+)
+
+policy_version = Table(
+    "policy_version",
+    metadata,
+    Column("policy_id", Text, primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("engine", Text, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("content", Text, nullable=False),
+    Column("create_time", DateTime(timezone=True), nullable=False),
+    Index("policy_version_digest", "policy_id", "digest", unique=True),
+)
+
+operation_version = Table(
+    "operation_version",
+    metadata,
+    Column("operation", Text, primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("digest", Text, nullable=False),
+    Column("content", Text, nullable=False),
+    Column("create_time", DateTime(timezone=True), nullable=False),
+    Index("operation_version_digest", "operation", "digest", unique=True),
+)
+
+catalog = Table(
+    "catalog",
+    metadata,
+    Column("revision", BigInteger, primary_key=True, autoincrement=False),
+    Column("apply_time", DateTime(timezone=True), nullable=False),
+    Column("applied_by", Text, nullable=False),
+    # JSON texts: name to version.
+    Column("operations", Text, nullable=False),
+    Column("policies", Text, nullable=False),
+)
+
+token = Table(
+    "token",
+    metadata,
+    Column("token_id", Text, primary_key=True),
+    Column("secret_hash", LargeBinary, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("roles", ARRAY(Text), nullable=False),
+    Column("operations", ARRAY(Text), nullable=False),
+    Column("description", Text, nullable=False),
+    Column("create_time", DateTime(timezone=True), nullable=False),
+    Column("revoke_time", DateTime(timezone=True)),
+)
