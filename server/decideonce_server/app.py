@@ -18,7 +18,6 @@ from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import start_http_server
-from sqlalchemy.engine import URL
 
 from decideonce.v1.catalog_pb2_grpc import add_CatalogServiceServicer_to_server
 from decideonce.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server
@@ -29,7 +28,7 @@ from decideonce_server.background import BackgroundWorker
 from decideonce_server.catalog_dir import read_catalog
 from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.catalog_servicer import CatalogServicer
-from decideonce_server.database import Database, database_url
+from decideonce_server.database import Database, DatabaseUrl, database_url
 from decideonce_server.decide import Decide
 from decideonce_server.embedded import EmbeddedPostgres
 from decideonce_server.evaluator import Evaluators
@@ -40,14 +39,13 @@ from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.migrate import check_schema, migrate
 from decideonce_server.reserve import Reserve
 from decideonce_server.servicer import DecisionServicer
-from decideonce_server.settings import Settings, address
+from decideonce_server.settings import DEV_TOKEN_FILE, Settings, address
 from decideonce_server.status import StatusInterceptor
-from decideonce_server.telemetry import Telemetry, TelemetryInterceptor
+from decideonce_server.telemetry import TelemetryInterceptor
 from decideonce_server.waiting import Waiters
 from decideonce_server.wire import SERVICES
 
 DEV_TENANT = "dev"
-DEV_TOKEN_FILE = "dev-token"  # noqa: S105  # a file's name
 
 log = structlog.get_logger()
 
@@ -58,7 +56,6 @@ class Parts:
 
     database: Database
     evaluators: Evaluators
-    telemetry: Telemetry
     tokens: TokenStore
     store: CatalogStore
     catalog: CatalogReader
@@ -71,22 +68,20 @@ class Parts:
     apply: Apply
 
 
-def assemble(url: URL, settings: Settings) -> Parts:
+def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
     """Make the parts; nothing is started yet."""
     database = Database(url, pool_size=settings.pool_size)
     evaluators = Evaluators(size_max=settings.evaluators)
-    telemetry = Telemetry(_meter_provider(settings.metrics).get_meter("decideonce"))
     store = CatalogStore(database)
     catalog = CatalogReader(store)
     ledger = Ledger(database)
     attempts = Attempts()
     waiters = Waiters(ledger)
     reserve = Reserve(ledger, catalog)
-    decide = Decide(ledger, catalog, evaluators, telemetry)
+    decide = Decide(ledger, catalog, evaluators)
     return Parts(
         database=database,
         evaluators=evaluators,
-        telemetry=telemetry,
         tokens=TokenStore(database),
         store=store,
         catalog=catalog,
@@ -104,7 +99,7 @@ def interceptors(parts: Parts) -> list[grpc.aio.ServerInterceptor]:
     """Give the interceptor chain, the outermost first."""
     return [
         StatusInterceptor(),  # whatever is raised below becomes a status
-        TelemetryInterceptor(parts.telemetry),  # counts refusals too
+        TelemetryInterceptor(),  # counts refusals too
         AuthInterceptor(Authenticator(parts.tokens)),  # before anything is looked up
         IdempotencyInterceptor(  # reserves for callers that may
             parts.reserve,
@@ -116,12 +111,10 @@ def interceptors(parts: Parts) -> list[grpc.aio.ServerInterceptor]:
     ]
 
 
-def _meter_provider(listen: str | None) -> metrics.MeterProvider:
-    if listen is None:
-        return metrics.NoOpMeterProvider()
+def _serve_metrics(listen: str) -> None:
     host, port = address(listen, "--metrics")
     start_http_server(port, host)
-    return MeterProvider([PrometheusMetricReader()])
+    metrics.set_meter_provider(MeterProvider([PrometheusMetricReader()]))
 
 
 async def serve(settings: Settings) -> None:
@@ -134,6 +127,8 @@ async def serve(settings: Settings) -> None:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
+    if settings.metrics is not None:
+        _serve_metrics(settings.metrics)
     async with _postgres(settings) as url:
         parts = assemble(url, settings)
         async with _running(parts, settings):
@@ -148,7 +143,7 @@ async def serve(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def _postgres(settings: Settings) -> AsyncIterator[URL]:
+async def _postgres(settings: Settings) -> AsyncIterator[DatabaseUrl]:
     """Give the database's URL: the given one, checked, or the embedded one's, brought up to date."""
     if settings.database_url is not None:
         url = database_url(settings.database_url)

@@ -4,6 +4,7 @@ One table says which roles may call a method. A method that is not in it is refu
 """
 
 import hashlib
+import re
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,6 +22,15 @@ from decideonce_server.wire import Context, Handler, Proceed, UnaryInterceptor
 # A revoked token is refused everywhere after this long.
 TOKEN_CACHE_S = 1.0
 TOKEN_CACHE_SIZE = 10_000
+
+
+# No "/": it joins tenant and operation key where events need both as one text.
+_TENANT = re.compile("[A-Za-z0-9._:-]{1,64}", re.ASCII)
+
+
+def is_tenant(text: str) -> bool:
+    """Tell whether a text can name a tenant."""
+    return _TENANT.fullmatch(text) is not None
 
 
 class Role(StrEnum):

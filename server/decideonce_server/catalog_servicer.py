@@ -1,21 +1,15 @@
 """CatalogService: maps a request, calls, maps the result."""
 
-from datetime import UTC
 from typing import Any
 
-from google.protobuf import duration_pb2
-
 from decideonce.v1 import catalog_pb2 as wire
-from decideonce.v1 import decision_service_pb2
 from decideonce.v1.catalog_pb2_grpc import CatalogServiceServicer
-from decideonce_server import values
 from decideonce_server.apply import Apply, ChangeKind, Subject
 from decideonce_server.auth import current_caller
-from decideonce_server.catalog import CatalogSource, Execution, OperationContract, PolicyExample, PolicySource
 from decideonce_server.catalog_reader import CatalogReader
-from decideonce_server.errors import InvalidCatalog, InvalidRequest, PolicyVersionNotFound, Violation
+from decideonce_server.catalog_wire import source_of
+from decideonce_server.errors import InvalidRequest, PolicyVersionNotFound, Violation
 from decideonce_server.ledger_catalog import CatalogStore, PolicyVersionHead
-from decideonce_server.requests import duration_of
 from decideonce_server.servicer import operation_response
 from decideonce_server.wire import Context
 
@@ -44,7 +38,7 @@ class CatalogServicer(CatalogServiceServicer):
         """Publish a catalog, or tell what that would change."""
         caller = current_caller()
         applied = await self._apply.apply(
-            _source(request),
+            source_of(request),
             applied_by=f"{caller.tenant}/{caller.name}",
             dry_run=request.dry_run,
         )
@@ -121,47 +115,3 @@ def _policy_version(head: PolicyVersionHead, *, active: bool) -> wire.PolicyVers
     version.create_time.FromDatetime(head.create_time)
     return version
 
-
-def _source(request: wire.ApplyCatalogRequest) -> CatalogSource:
-    return CatalogSource(
-        policies=tuple(_policy(policy) for policy in request.policies),
-        operations=tuple(_contract(operation) for operation in request.operations),
-    )
-
-
-def _policy(policy: wire.PolicyDefinition) -> PolicySource:
-    kind = policy.WhichOneof("definition")
-    if kind is None:
-        raise InvalidCatalog([Violation(f"policies/{policy.policy_id}", "must have jdm or entry_point")])
-    return PolicySource(
-        policy_id=policy.policy_id,
-        engine="jdm" if kind == "jdm" else "python",
-        text=policy.jdm if kind == "jdm" else policy.entry_point,
-        examples=tuple(_example(policy.policy_id, example) for example in policy.examples),
-    )
-
-
-def _example(policy_id: str, example: wire.PolicyExample) -> PolicyExample:
-    try:
-        return PolicyExample(
-            name=example.name,
-            facts=values.from_struct(example.facts),
-            outcome=example.outcome,
-            reasons=tuple(example.reasons),
-            outputs=values.from_struct(example.outputs) if example.HasField("outputs") else None,
-            time=example.time.ToDatetime(UTC) if example.HasField("time") else None,
-        )
-    except values.ValueFault as fault:
-        field = f"policies/{policy_id}/examples/{example.name}{fault.path}"
-        raise InvalidCatalog([Violation(field, fault.rule)]) from None
-    except ValueError:
-        field = f"policies/{policy_id}/examples/{example.name}/time"
-        raise InvalidCatalog([Violation(field, "must be a timestamp")]) from None
-
-
-def _contract(operation: wire.OperationDefinition) -> OperationContract:
-    return OperationContract(
-        operation=operation.operation,
-        policy_id=operation.policy_id or None,
-        policy_version=operation.policy_version if operation.HasField("policy_version") else None,
-    )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import asyncpg
 from sqlalchemy import Row, TextClause, text
@@ -43,6 +43,10 @@ UNIQUE_VIOLATION = "23505"
 RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 
 
+# For those who hand a URL on and speak no SQL.
+DatabaseUrl: TypeAlias = URL
+
+
 class LockTimeout(Exception):
     """Another transaction held a row for longer than the lock time-out; nothing was written."""
 
@@ -63,7 +67,7 @@ class Statement:
         return text(f"/* {self.name} */ {self.sql}")
 
 
-def database_url(url: str) -> URL:
+def database_url(url: str) -> DatabaseUrl:
     """Read a Postgres URL, and name the driver that this service uses.
 
     Raises:
@@ -81,7 +85,7 @@ def database_url(url: str) -> URL:
 class Database:
     """A pool of connections that run one statement at a time, each in a transaction of its own."""
 
-    def __init__(self, url: URL, *, pool_size: int = 10) -> None:
+    def __init__(self, url: DatabaseUrl, *, pool_size: int = 10) -> None:
         self.engine: AsyncEngine = create_async_engine(
             url,
             isolation_level="AUTOCOMMIT",

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import structlog
 import tenacity
+from opentelemetry import metrics
 
 from decideonce.v1 import error_reason_pb2 as reasons
 from decideonce_server.catalog import OperationContract
@@ -22,8 +23,7 @@ from decideonce_server.policy import (
     PolicyVersion,
     RetryLater,
 )
-from decideonce_server.recording import ATTEMPTS_EXHAUSTED, Failure, completion
-from decideonce_server.telemetry import Telemetry
+from decideonce_server.recording import ATTEMPTS_EXHAUSTED, Failure, completion, reason_name
 from decideonce_server.values import Json
 
 FAILURES: dict[type[PolicyError], Failure] = {
@@ -43,11 +43,14 @@ log = structlog.get_logger()
 class Decide:
     """Decides attempts."""
 
-    def __init__(self, ledger: Ledger, catalog: CatalogReader, evaluators: Evaluators, telemetry: Telemetry) -> None:
+    def __init__(self, ledger: Ledger, catalog: CatalogReader, evaluators: Evaluators) -> None:
         self._ledger = ledger
         self._catalog = catalog
         self._evaluators = evaluators
-        self._telemetry = telemetry
+        self._stale_completions = metrics.get_meter("decideonce").create_counter(
+            "stale_completions",
+            description="Attempts that ended after they had lost their lease to another; their results were discarded",
+        )
 
     async def decide(self, attempt: Attempt) -> tuple[Record, bool]:
         """Decide, record and give the record, and whether it is this attempt's own.
@@ -65,7 +68,7 @@ class Decide:
         completed = await self._complete(completion(attempt, operation.contract, policy, end))
         if completed is not None:
             return completed, True
-        self._telemetry.stale_completion()
+        self._stale_completions.add(1)
         (winner,) = await self._ledger.read([record.key])
         if winner is None:
             raise DecisionNotFound
@@ -88,7 +91,7 @@ class Decide:
             return await self._evaluators.evaluate(policy, facts, decision, contract.time_budget)
         except PolicyError as error:
             failure = FAILURES[type(error)]
-        log.info("policy failed", policy=policy.policy_id, version=policy.version, failure=type(failure).__name__)
+        log.info("policy failed", policy=policy.policy_id, version=policy.version, reason=reason_name(failure.reason))
         if not failure.retryable:
             return failure
         if record.attempt >= contract.max_attempts:

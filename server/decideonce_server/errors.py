@@ -68,8 +68,8 @@ class InvalidFacts(InvalidField):
 
     reason = reasons.ERROR_REASON_INVALID_FACTS
 
-    def __init__(self, violations: Sequence[Violation]) -> None:
-        super().__init__(violations, {"violations": str(len(violations))})
+    def __init__(self, violations: Sequence[Violation], total: int | None = None) -> None:
+        super().__init__(violations, {"violations": str(len(violations) if total is None else total)})
 
 
 class UnknownField(InvalidField):

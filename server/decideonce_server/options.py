@@ -1,0 +1,34 @@
+"""Options that several commands have."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import click
+
+from decideonce_server.catalog_dir import parse_duration
+
+
+class _Duration(click.ParamType):
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+        if isinstance(value, timedelta):
+            return value
+        duration = parse_duration(value)
+        if duration is None:
+            self.fail("must be a duration: 250ms, 2s, 5m, 24h, 30d", param, ctx)
+        return duration
+
+
+DURATION = _Duration()
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
+
+
+def setting(flag: str, help_text: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a setting: a flag, and a DECIDEONCE_… variable of the same name."""
+    variable = "DECIDEONCE_" + flag.removeprefix("--").split("/")[0].replace("-", "_").upper()
+    return click.option(flag, envvar=variable, show_envvar=True, show_default=True, help=help_text, **options)
+
+

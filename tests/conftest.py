@@ -1,0 +1,103 @@
+"""Fixtures that several kinds of test share: a PostgreSQL of the run's own, and a fresh database per test."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+from sqlalchemy.engine import URL
+
+from decideonce_server import migrate
+from decideonce_server.database import Database
+from decideonce_server.embedded import EmbeddedPostgres
+
+POLICIES = Path(__file__).parent / "policies"
+TEMPLATE = "template_decideonce"
+
+# Nothing is to survive a crash of the machine here, so nothing waits for its disk.
+FAST = ("fsync = off", "full_page_writes = off", "synchronous_commit = off")
+
+
+def pytest_configure() -> None:
+    """Let every process of a test find the tests' policies, evaluators too."""
+    os.environ["PYTHONPATH"] = str(POLICIES)
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    """Give a PostgreSQL of this run's own."""
+    directory = tmp_path_factory.mktemp("data")
+    for folder in (directory, directory.parent, directory.parent.parent):
+        # The server runs as a user of its own where the tests run as root.
+        folder.chmod(0o755)
+    server = EmbeddedPostgres(directory)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+async def connect(url: URL) -> asyncpg.Connection:
+    """Connect beside the service, as an observer would."""
+    return await asyncpg.connect(
+        user=url.username,
+        database=url.database,
+        host=str(url.query["host"]),
+        port=str(url.query["port"]),
+    )
+
+
+@pytest.fixture(scope="session")
+def template(postgres: EmbeddedPostgres) -> str:
+    """Give the name of a database that has the schema and nothing else."""
+
+    async def make() -> None:
+        admin = await connect(postgres.url("postgres"))
+        for assignment in FAST:
+            await admin.execute(f"ALTER SYSTEM SET {assignment}")
+        await admin.execute("SELECT pg_reload_conf()")
+        await admin.execute(f"CREATE DATABASE {TEMPLATE}")
+        await admin.close()
+        await migrate.migrate(postgres.url(TEMPLATE))
+
+    asyncio.run(make())
+    return TEMPLATE
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+async def database_url(postgres: EmbeddedPostgres, template: str) -> AsyncIterator[URL]:
+    """Give a fresh database with the schema."""
+    name = f"test_{next(_numbers)}"
+    admin = await connect(postgres.url("postgres"))
+    await admin.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+    try:
+        yield postgres.url(name)
+    finally:
+        await admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
+        await admin.close()
+
+
+@pytest.fixture
+async def database(database_url: URL) -> AsyncIterator[Database]:
+    """Give the service's own access to a fresh database."""
+    database = Database(database_url, pool_size=5)
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
+@pytest.fixture
+async def observer(database_url: URL) -> AsyncIterator[asyncpg.Connection]:
+    """Give a session beside the service's, to see what it wrote."""
+    connection = await connect(database_url)
+    try:
+        yield connection
+    finally:
+        await connection.close()

@@ -1,0 +1,224 @@
+"""The ledger's statements on a real Postgres."""
+
+import asyncio
+import uuid
+from datetime import timedelta
+
+import asyncpg
+import pytest
+from decideonce_server.database import Database, LockTimeout
+from decideonce_server.ledger import Attempt, Completion, Key, Ledger, Record, Reservation, State, bucket_of
+from decideonce_server.outbox import Event, Outbox
+
+KEY = Key("acme", "credit.approve-loan", "0123456789abcdef")
+
+
+def reservation(key: Key = KEY, **changes) -> Reservation:
+    fields = {
+        "key": key,
+        "decision_id": uuid.uuid4(),
+        "fingerprint_version": 1,
+        "fingerprint": b"f" * 32,
+        "operation_version": 1,
+        "policy_id": "loan-approval",
+        "policy_version": 1,
+        "lease": timedelta(seconds=30),
+        "background": False,
+        "facts": b'{"a":1}',
+    }
+    return Reservation(**(fields | changes))
+
+
+def completion(key: Key = KEY, **changes) -> Completion:
+    fields = {
+        "key": key,
+        "attempt": 1,
+        "state": State.SUCCEEDED,
+        "response": b"response",
+        "retention": timedelta(days=1),
+        "tombstone_retention": timedelta(days=1),
+    }
+    return Completion(**(fields | changes))
+
+
+def event(key: Key = KEY) -> Event:
+    return Event(uuid.uuid4(), key.bucket, key.tenant, key.operation, key.operation_key, "decided", b"payload")
+
+
+@pytest.fixture
+def ledger(database: Database) -> Ledger:
+    return Ledger(database)
+
+
+async def test_first_reservation_gets_attempt_one(ledger: Ledger) -> None:
+    """The first to reserve a key holds its first attempt, with a whole lease."""
+    (attempt,) = await ledger.reserve([reservation()])
+    assert isinstance(attempt, Attempt)
+    assert (State.PROCESSING, 1, timedelta(seconds=30)) == (
+        attempt.record.state,
+        attempt.record.attempt,
+        attempt.record.lease_left,
+    )
+
+
+async def test_second_reservation_sees_the_first(ledger: Ledger) -> None:
+    """Who comes second sees the first one's record and gets no attempt."""
+    (first,) = await ledger.reserve([reservation()])
+    (second,) = await ledger.reserve([reservation()])
+    assert isinstance(second, Record)
+    assert first.record.decision_id == second.decision_id
+
+
+async def test_key_twice_in_one_set_is_reserved_once(ledger: Ledger) -> None:
+    """Of two members of a set with one key, one holds the attempt and the other sees it."""
+    results = await ledger.reserve([reservation(), reservation()])
+    assert [Attempt, Record] == sorted((type(result) for result in results), key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
+async def test_loser_of_a_concurrent_insert_waits_and_sees_the_winner(
+    ledger: Ledger, observer: asyncpg.Connection, end: str
+) -> None:
+    """A reservation that meets an uncommitted one waits for it: it sees the record, or holds the key itself.
+
+    bezhai/chiwei-platform PR#231: a concurrent insert's loser got an empty result.
+    """
+    await observer.execute("BEGIN")
+    await insert_row(observer)
+    waiting = asyncio.create_task(ledger.reserve([reservation()]))
+    await blocked(observer)
+    await observer.execute(end)
+    (found,) = await waiting
+    assert {"COMMIT": Record, "ROLLBACK": Attempt}[end] is type(found)
+
+
+async def test_reservation_waits_no_longer_than_the_lock_timeout(ledger: Ledger, observer: asyncpg.Connection) -> None:
+    """A reservation that meets a transaction that hangs gives up with a typed error."""
+    await observer.execute("BEGIN")
+    await insert_row(observer)
+    with pytest.raises(LockTimeout):
+        await ledger.reserve([reservation()])
+
+
+async def insert_row(connection: asyncpg.Connection) -> None:
+    await connection.execute(
+        """INSERT INTO ledger (bucket, tenant, operation, operation_key, decision_id, state, attempt, lease_expires_at,
+            background, fingerprint_version, fingerprint, operation_version, policy_id, policy_version, reserve_time,
+            facts)
+        VALUES ($1, $2, $3, $4, gen_random_uuid(), 1, 1, now() + interval '30 s', false, 1, $5, 1, 'p', 1, now(), 'x')""",
+        *KEY.row,
+        b"f" * 32,
+    )
+
+
+async def blocked(connection: asyncpg.Connection) -> None:
+    """Wait until a session waits for a lock."""
+    async with asyncio.timeout(5):
+        while not await connection.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):
+            pass
+
+
+async def test_completion_writes_decision_and_events_together(ledger: Ledger, database: Database) -> None:
+    """A completion stores the response and its events, with lifetimes from now."""
+    await ledger.reserve([reservation()])
+    (done,) = await ledger.complete([completion(events=[event(), event()])])
+    pending, _ = await Outbox(database).pending(10)
+    assert (State.SUCCEEDED, b"response", 2) == (done.state, done.response, pending)
+    assert timedelta(days=1) == done.key_retained_until - done.replayable_until
+
+
+async def test_completion_with_a_stale_attempt_changes_nothing(ledger: Ledger, database: Database) -> None:
+    """An attempt that is no longer the key's stores no response and tells no event.
+
+    aws-powertools/powertools-lambda-python#8049: a late owner overwrote the new owner's result.
+    """
+    (first,) = await ledger.reserve([reservation(lease=timedelta(milliseconds=1))])
+    (second,) = await take_over_when_abandoned(ledger)
+    assert 2 == second.record.attempt
+    assert [None] == await ledger.complete([completion(events=[event()])])
+    (record,) = await ledger.read([KEY])
+    assert (State.PROCESSING, 2) == (record.state, record.attempt)
+    assert 0 == (await Outbox(database).pending(1))[0]
+
+
+async def take_over_when_abandoned(ledger: Ledger) -> list[Attempt | None]:
+    async with asyncio.timeout(5):
+        while True:
+            (record,) = await ledger.read([KEY])
+            if record.is_abandoned:
+                return await ledger.take_over([record], [timedelta(seconds=30)])
+
+
+async def test_one_of_many_takes_over(ledger: Ledger) -> None:
+    """Of many who see a lease run out, one gets the next attempt."""
+    await ledger.reserve([reservation(lease=timedelta(milliseconds=1))])
+    (record,) = await ledger.read([KEY])
+    async with asyncio.timeout(5):
+        while not record.is_abandoned:
+            (record,) = await ledger.read([KEY])
+    results = await asyncio.gather(*(ledger.take_over([record], [timedelta(seconds=30)]) for _ in range(5)))
+    assert 4 == results.count([None])
+
+
+async def test_lease_that_has_not_run_out_is_not_taken_over(ledger: Ledger) -> None:
+    """An attempt keeps its key while its lease lasts."""
+    (attempt,) = await ledger.reserve([reservation()])
+    assert [None] == await ledger.take_over([attempt.record], [timedelta(seconds=30)])
+
+
+async def test_finished_key_is_never_completed_again(ledger: Ledger) -> None:
+    """A second completion of the same attempt changes nothing."""
+    await ledger.reserve([reservation()])
+    await ledger.complete([completion()])
+    assert [None] == await ledger.complete([completion(response=b"other", state=State.FAILED_FINAL)])
+    (record,) = await ledger.read([KEY])
+    assert b"response" == record.response
+
+
+async def test_answer_past_its_retention_is_expired_at_read_time(ledger: Ledger) -> None:
+    """A record past its retention is EXPIRED and without a body, though nobody has purged it."""
+    await ledger.reserve([reservation()])
+    await ledger.complete([completion(retention=timedelta(0))])
+    (record,) = await ledger.read([KEY])
+    assert (State.EXPIRED, None) == (record.state, record.response)
+
+
+async def test_key_past_its_tombstone_is_new_again(ledger: Ledger) -> None:
+    """A key past its tombstone's retention is absent, and can be reserved as if it had never been."""
+    await ledger.reserve([reservation()])
+    await ledger.complete([completion(retention=timedelta(0), tombstone_retention=timedelta(0))])
+    assert [None] == await ledger.read([KEY])
+    (again,) = await ledger.reserve([reservation()])
+    assert isinstance(again, Attempt)
+    assert 1 == again.record.attempt
+
+
+async def test_keys_that_concatenate_alike_are_different_keys(ledger: Ledger) -> None:
+    """Tenants and keys that would spell the same when joined reserve apart.
+
+    paveg/hono-idempotency#126: two callers met in one joined key.
+    """
+    keys = [Key("a:b", "op", "c" * 16), Key("a", "op", "b:" + "c" * 16), Key("b", "op", "c" * 16)]
+    results = await ledger.reserve([reservation(key) for key in keys])
+    assert [Attempt] * 3 == [type(result) for result in results]
+
+
+async def test_a_row_in_the_wrong_bucket_is_refused_by_the_database(observer: asyncpg.Connection) -> None:
+    """The bucket is the first byte of SHA-256 of the operation key, and the database holds it."""
+    await observer.execute("BEGIN")
+    with pytest.raises(asyncpg.CheckViolationError):
+        await observer.execute(
+            """INSERT INTO outbox VALUES ($1, gen_random_uuid(), 't', 'o', $2, 'o', 't/k', 'x', 'p')""",
+            (bucket_of("0123456789abcdef") + 1) % 256,
+            "0123456789abcdef",
+        )
+
+
+async def test_background_reservation_is_due_at_once(ledger: Ledger) -> None:
+    """A background key begins before its first attempt, and is due for a worker; an inline one never is."""
+    inline = Key("acme", "op", "inline-0123456789")
+    (found, _) = await ledger.reserve([reservation(background=True), reservation(inline)])
+    assert isinstance(found, Record)
+    assert [KEY] == [record.key for record in await ledger.due(10)]
+    (attempt,) = await ledger.take_over([found], [timedelta(seconds=30)])
+    assert (1, b'{"a":1}', []) == (attempt.record.attempt, attempt.facts, await ledger.due(10))
