@@ -18,7 +18,7 @@ import platform
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.abc import InspectLoader
 from types import CodeType, ModuleType
@@ -27,8 +27,6 @@ from typing import Any
 from decideonce_server.errors import InvalidCatalog, Violation
 from decideonce_server.policy import EngineName, Evaluate, Evaluation, PolicyFailed, RetryLater, evaluation_of
 from decideonce_server.values import Json
-
-name: EngineName = "python"
 
 NAME = f"python/{platform.python_version()}"
 
@@ -202,39 +200,50 @@ class _PurityGuard(ast.NodeVisitor):
         self.violations.append(Violation(f"line {node.lineno}", f"must not use {used}: it reads {what}"))
 
 
-def prepare(content: str) -> Evaluate:
-    """Execute a version's source as a module of its own, once, and make its function ready to be called.
+class Engine:
+    """Evaluates policies that are Python functions; satisfies `policy.Engine`."""
 
-    Raises:
-        PolicyFailed: the source can't be executed here, or has no such function.
-    """
-    source = _source_of(content)
-    module = ModuleType(source.module)
-    module.__package__ = source.module.rpartition(".")[0]
-    try:
-        code: CodeType = compile(source.text, f"<{source.module}>", "exec", dont_inherit=True)
-        _import_package(module.__package__)
-        with _as_imported(module):
-            exec(code, module.__dict__)  # noqa: S102 a policy is trusted code
-    except BaseException as fault:  # noqa: BLE001 the policy's own code ran, and it may raise anything
-        raise PolicyFailed(_failure_text(fault, source.module)) from None
-    function = module.__dict__.get(source.function)
-    if not callable(function):
-        raise PolicyFailed(f"{source.module} has no function {source.function}")
+    name: EngineName = "python"
 
-    def evaluate(facts: dict[str, Json], decision: dict[str, Json]) -> Evaluation:
+    def prepare(self, content: str) -> Evaluate:
+        """Execute a version's source once, as a module of its own, and make its function ready to be called.
+
+        Raises:
+            PolicyFailed: the source can't be executed here, or has no such function.
+        """
+        source = _source_of(content)
+        module = ModuleType(source.module)
+        module.__package__ = source.module.rpartition(".")[0]
         try:
+            code: CodeType = compile(source.text, f"<{source.module}>", "exec", dont_inherit=True)
+            _import_package(module.__package__)
             with _as_imported(module):
-                result: Any = function(copy.deepcopy(facts), copy.deepcopy(decision))
+                exec(code, module.__dict__)  # noqa: S102 a policy is trusted code
+        except BaseException as fault:  # noqa: BLE001 the policy's own code ran, and it may raise anything
+            raise PolicyFailed(_failure_text(fault, source.module)) from None
+        function = module.__dict__.get(source.function)
+        if not callable(function):
+            raise PolicyFailed(f"{source.module} has no function {source.function}")
+        return _Prepared(module, function)
+
+
+class _Prepared:
+    def __init__(self, module: ModuleType, function: Callable[..., Any]) -> None:
+        self._module = module
+        self._function = function
+
+    def __call__(self, facts: dict[str, Json], decision: dict[str, Json]) -> Evaluation:
+        """Evaluate once, on copies, so that a policy which changes its facts reaches no later evaluation."""
+        try:
+            with _as_imported(self._module):
+                result = self._function(copy.deepcopy(facts), copy.deepcopy(decision))
                 if inspect.iscoroutine(result):
                     result = asyncio.run(result)
         except RetryLater:
             raise
         except BaseException as fault:  # noqa: BLE001 the policy's own code ran, and it may raise anything
-            raise PolicyFailed(_failure_text(fault, source.module)) from None
+            raise PolicyFailed(_failure_text(fault, self._module.__name__)) from None
         return evaluation_of(result, NAME)
-
-    return evaluate
 
 
 def _source_of(content: str) -> _Source:

@@ -1,0 +1,150 @@
+"""What runs in evaluator processes, and in the fork server that they come from.
+
+The fork server (`python -m decideonce_server.evaluator_process DESCRIPTOR`) has one thread and everything imported, so
+that a new evaluator takes milliseconds; the main process itself can't be forked, as gRPC's threads run in it. Python's
+multiprocessing has a fork server too, but SIGTERM to the process group ends it, and its processes can't be killed then.
+
+The fork server reaps an evaluator only when it is told to. Until then a pid stays taken, so that killing it is safe.
+Messages to and from an evaluator are JSON behind their length: what a policy returns arrives as plain values, and the
+main process never loads an object of a policy's classes.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, BinaryIO, Final, NoReturn
+
+from decideonce_server import policy_jdm, policy_python
+from decideonce_server.policy import Engine, EngineName, Evaluate, InvalidResult, PolicyFailed, RetryLater
+
+# An order to it: fork (0, with a socket's descriptor) or reap this pid. Its answer: errno, pid or exit code.
+ORDER: Final = struct.Struct("<q")
+ORDER_FORK: Final = 0
+ORDER_ANSWER: Final = struct.Struct("<iq")
+
+LENGTH: Final = struct.Struct("<I")
+
+# A result is kept for its whole retention and copied into an event, and Kafka takes 1 MiB unless told otherwise.
+RESULT_BYTES_MAX: Final = 1 << 20
+ERROR_TEXT_LENGTH_MAX: Final = 1000
+
+# An evaluator whose main process is gone ends by itself this long after the evaluation should have been killed.
+ORPHAN_MARGIN_S: Final = 1.0
+
+# Errors that a policy or its engine gives; the evaluator is ready for the next evaluation after them.
+CARRIED_ERRORS: Final = {error.__name__: error for error in (PolicyFailed, InvalidResult, RetryLater)}
+
+_ENGINES: Final[dict[EngineName, Engine]] = {"jdm": policy_jdm.Engine(), "python": policy_python.Engine()}
+
+
+def message(content: dict[str, Any]) -> bytes:
+    """Write a message as it goes over a socket."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return LENGTH.pack(len(text)) + text
+
+
+def run_fork_server(orders: socket.socket) -> None:
+    """Fork and reap as ordered, until the main process closes the socket or is gone."""
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(orders, ORDER.size, 1)
+        if not order:
+            return
+        (pid,) = ORDER.unpack(order)
+        try:
+            if pid == ORDER_FORK:
+                answer = ORDER_ANSWER.pack(0, _fork(orders, descriptors[0]))
+            else:
+                answer = ORDER_ANSWER.pack(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        except OSError as fault:
+            answer = ORDER_ANSWER.pack(fault.errno, 0)
+        orders.sendall(answer)
+
+
+def _fork(orders: socket.socket, descriptor: int) -> int:
+    try:
+        pid = os.fork()
+        if pid == 0:
+            orders.close()
+            _run_evaluator_and_exit(descriptor)
+    finally:
+        os.close(descriptor)
+    return pid
+
+
+def _run_evaluator_and_exit(descriptor: int) -> NoReturn:
+    # Left by os._exit, whatever happens: threads that a policy started can't hold it, and the loop above isn't entered.
+    status = 1
+    try:
+        run_evaluator(socket.socket(fileno=descriptor))
+        status = 0
+    except ConnectionError:
+        status = 0
+    except BaseException:  # noqa: BLE001 a defect; it ends this process, and the main process sees that
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def run_evaluator(requests: socket.socket) -> None:
+    """Answer requests one by one, until the main process closes the socket or is gone."""
+    prepared: dict[str, Evaluate] = {}
+    reader = requests.makefile("rb")
+    while (request := _read(reader)) is not None:
+        with _end_after(request["seconds_max"] + ORPHAN_MARGIN_S):
+            answer = _answer(request, prepared)
+        requests.sendall(answer)
+
+
+def _read(reader: BinaryIO) -> Any:
+    length = reader.read(LENGTH.size)
+    return json.loads(reader.read(*LENGTH.unpack(length))) if length else None
+
+
+@contextlib.contextmanager
+def _end_after(seconds: float) -> Iterator[None]:
+    """Have the kernel end this process, even one that is busy in C, unless this is left in time."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _answer(request: dict[str, Any], prepared: dict[str, Evaluate]) -> bytes:
+    try:
+        if "content" in request:
+            prepared.pop(request["instead_of"], None)
+            prepared[request["digest"]] = _ENGINES[request["engine"]].prepare(request["content"])
+            return message({})
+        evaluation = prepared[request["digest"]](request["facts"], request["decision"])
+        answer = message({"evaluation": asdict(evaluation)})
+        if len(answer) > RESULT_BYTES_MAX:
+            raise InvalidResult(f"the result must not exceed {RESULT_BYTES_MAX} bytes as JSON")
+    except tuple(CARRIED_ERRORS.values()) as fault:
+        name = next(name for name, error in CARRIED_ERRORS.items() if isinstance(fault, error))
+        return message({"error": name, "text": str(fault)[:ERROR_TEXT_LENGTH_MAX]})
+    return answer
+
+
+def main() -> None:
+    """Be the fork server."""
+    # Ctrl-C and a supervisor's SIGTERM reach the whole process group; the main process still drains then.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The default action of SIGALRM, ending the process, is what _end_after relies on.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # What a policy prints belongs to the log, not among what the server says on its stdout.
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    run_fork_server(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
