@@ -5,7 +5,7 @@ The way of a request, module by module:
     wire -> status -> telemetry -> auth -> idempotency -> servicer -> decide -> policy
             errors→   counts       who?    normalise,      map         |
             code               tenant  fingerprint, RESERVE    |
-                                       or replay               ledger.complete: decision + events, one transaction, fenced
+                                       or replay               ledger.complete: decision + events, one fenced statement
     publisher <- outbox <------------------------------------'
 
 `app` puts them together.

@@ -1,5 +1,7 @@
-"""What is answered from a record. The recorded bytes are sent as they are; what depends on the moment is added behind
-them, which protobuf reads as one message.
+"""What is answered from a record.
+
+The recorded bytes are sent as they are; what depends on the moment is added behind them, which protobuf reads as one
+message.
 """
 
 from datetime import timedelta

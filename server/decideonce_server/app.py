@@ -129,11 +129,12 @@ async def serve(settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
     if settings.metrics is not None:
         _serve_metrics(settings.metrics)
-    async with _postgres(settings) as url:
+    given_url = None if settings.database_url is None else database_url(settings.database_url)
+    async with postgres(given_url, settings.data_dir) as url:
         parts = assemble(url, settings)
         async with _running(parts, settings):
             server, port, healthy = await _start_server(parts, settings)
-            print(f"decideonce ready on {address(settings.listen, '--listen')[0]}:{port}", flush=True)
+            print(f"decideonce ready on {address(settings.listen, '--listen')[0]}:{port}", flush=True)  # noqa: T201  # whoever started it reads this
             await stopping.wait()
             log.info("stopping", drain_seconds=settings.drain.total_seconds())
             await healthy.enter_graceful_shutdown()
@@ -143,14 +144,18 @@ async def serve(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def _postgres(settings: Settings) -> AsyncIterator[DatabaseUrl]:
-    """Give the database's URL: the given one, checked, or the embedded one's, brought up to date."""
-    if settings.database_url is not None:
-        url = database_url(settings.database_url)
-        await check_schema(url)
-        yield url
+async def postgres(given: DatabaseUrl | None, data_dir: Path) -> AsyncIterator[DatabaseUrl]:
+    """Give the database's URL: the given one, checked, or the embedded one's, brought up to date.
+
+    Raises:
+        UnknownSchema: the given one doesn't have the schema that this program needs.
+        OSError: it can't be reached.
+    """
+    if given is not None:
+        await check_schema(given)
+        yield given
         return
-    embedded = await asyncio.to_thread(EmbeddedPostgres, settings.data_dir)
+    embedded = await asyncio.to_thread(EmbeddedPostgres, data_dir)
     try:
         url = await embedded.create_database()
         await migrate(url)

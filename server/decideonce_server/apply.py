@@ -1,12 +1,14 @@
 """Publishes a catalog: checks all of it, gives versions to what is new, and brings it into force in one step."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
-from decideonce_server import policy_jdm, policy_python, values
+from decideonce_server import policy_jdm, policy_python
 from decideonce_server.catalog import (
+    NAME_RULE,
     Catalog,
     CatalogSource,
     OperationContract,
@@ -15,11 +17,12 @@ from decideonce_server.catalog import (
     PolicySource,
     contract_violations,
 )
-from decideonce_server.errors import InvalidCatalog, InvalidFacts, PolicyVersionNotFound, Violation, utc_text
+from decideonce_server.errors import InvalidCatalog, Violation, utc_text
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.facts import FactsSchema, InvalidSchema
 from decideonce_server.ledger_catalog import CatalogStore, contract_text
-from decideonce_server.policy import Evaluation, PolicyError, PolicyVersion, content_digest
+from decideonce_server.policy import Evaluation, PolicyError, PolicyVersion, content_digest, is_name
+from decideonce_server.values import Json
 
 # Examples don't run within an operation's budget: a policy may serve several.
 EXAMPLE_TIME_BUDGET = timedelta(seconds=10)
@@ -71,7 +74,8 @@ class Apply:
     async def apply(self, source: CatalogSource, *, applied_by: str, dry_run: bool = False) -> Applied:
         """Make a source the catalog in force, or with `dry_run` only tell what that would change.
 
-        Content that was published before has its earlier version again; a source that changes nothing makes no revision.
+        Content that was published before has its earlier version again; a source that changes nothing makes no
+        revision.
 
         Raises:
             InvalidCatalog: parts of it are refused; nothing was published.
@@ -97,33 +101,33 @@ class Apply:
         violations = [*_duplicates(source)]
         contents: dict[str, str] = {}
         documents = {policy.policy_id: policy.text for policy in source.policies if policy.engine == "jdm"}
+        published = {policy.policy_id for policy in source.policies}
         for policy in source.policies:
-            found, content = _content(policy, documents)
+            found, contents[policy.policy_id] = _content(policy, documents)
             violations += found
-            if content is not None:
-                contents[policy.policy_id] = content
         for contract in source.operations:
-            violations += contract_violations(contract)
             violations += _schema_violations(contract)
-            violations += await self._policy_reference_violations(contract, documents.keys() | contents.keys(), source)
+            violations += contract_violations(contract) or await self._reference_violations(contract, published)
         if not violations:
             # Examples are run only where all else is well: their failures would otherwise repeat it.
             for policy in source.policies:
                 violations += await self._example_violations(policy, contents[policy.policy_id])
         if violations:
-            raise InvalidCatalog(violations)
+            # A fault in a sub-decision is found from each policy that uses it.
+            raise InvalidCatalog(list(dict.fromkeys(violations)))
         return contents
 
-    async def _policy_reference_violations(
+    async def _reference_violations(
         self,
         contract: OperationContract,
-        published: Iterable[str],
+        published: set[str],
     ) -> list[Violation]:
         field = f"operations/{contract.operation}/policy"
         if contract.policy_id is None:
             return []
         if contract.policy_version is None:
-            return [] if contract.policy_id in published else [Violation(field, "names a policy that the catalog lacks")]
+            is_here = contract.policy_id in published
+            return [] if is_here else [Violation(field, "names a policy that the catalog lacks")]
         held = await self._store.policy_versions([(contract.policy_id, contract.policy_version)])
         return [] if held else [Violation(field, "holds a version that was never published")]
 
@@ -199,6 +203,24 @@ def _duplicates(source: CatalogSource) -> Iterator[Violation]:
         for name, count in Counter(names).items():
             if count > 1:
                 yield Violation(f"{kind}/{name}", "must stand once")
+
+
+def _content(policy: PolicySource, documents: Mapping[str, str]) -> tuple[list[Violation], str]:
+    """Give what is wrong with a policy, and where nothing is, its content."""
+    field = f"policies/{policy.policy_id}"
+    if not is_name(policy.policy_id):
+        return [Violation(field, NAME_RULE)], ""
+    if policy.engine == "jdm":
+        violations = policy_jdm.check(policy.policy_id, documents)
+        try:
+            return violations, "" if violations else policy_jdm.bundle(policy.policy_id, documents)
+        except InvalidCatalog as error:
+            return list(error.violations), ""
+    try:
+        content = policy_python.read_source(policy.text)
+    except InvalidCatalog as error:
+        return [Violation(f"{field}/{fault.field}", fault.rule) for fault in error.violations], ""
+    return [Violation(f"{field}/{fault.field}", fault.rule) for fault in policy_python.check(content)], content
 
 
 def _schema_violations(contract: OperationContract) -> list[Violation]:

@@ -35,9 +35,9 @@ class Attempts:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         # Asking for the exception also tells asyncio that somebody saw it: a caller who waits gets it too.
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            if not isinstance(error, DecideonceError):
-                log.error("an attempt ended with a defect", exc_info=error)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, DecideonceError):
+            log.error("an attempt ended with a defect", exc_info=error)
 
     async def drain(self, limit: timedelta) -> int:
         """Wait until all work has ended, for `limit` at most; give how much of it has not."""

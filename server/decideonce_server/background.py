@@ -1,6 +1,7 @@
 """The worker of background operations: takes over keys that no attempt holds, and decides them."""
 
 import asyncio
+import contextlib
 
 import structlog
 
@@ -39,10 +40,8 @@ class BackgroundWorker:
     async def run(self) -> None:
         """Take up what is due, twice a second or when poked."""
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poked.wait(), POLL_INTERVAL_S)
-            except TimeoutError:
-                pass
             self._poked.clear()
             try:
                 await self._take_up()

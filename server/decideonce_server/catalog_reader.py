@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from decideonce_server.catalog import Catalog, OperationContract
+from decideonce_server.catalog import POLICY_VERSION_MAX, Catalog, OperationContract
 from decideonce_server.errors import LedgerUnavailable, PolicyVersionNotFound
 from decideonce_server.facts import FactsSchema
 from decideonce_server.ledger_catalog import CatalogStore
@@ -78,7 +78,7 @@ class CatalogReader:
             PolicyVersionNotFound: there is no such version.
             LedgerUnavailable: it has to be read, and Postgres can't be reached.
         """
-        if (policy_id, version) not in self._policies:
+        if (policy_id, version) not in self._policies and version <= POLICY_VERSION_MAX:
             for found in await self._store.policy_versions([(policy_id, version)]):
                 self._policies[policy_id, version] = found
         if (policy_id, version) not in self._policies:

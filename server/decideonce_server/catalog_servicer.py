@@ -10,6 +10,7 @@ from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.catalog_wire import source_of
 from decideonce_server.errors import InvalidRequest, PolicyVersionNotFound, Violation
 from decideonce_server.ledger_catalog import CatalogStore, PolicyVersionHead
+from decideonce_server.requests import name_of
 from decideonce_server.servicer import operation_response
 from decideonce_server.wire import Context
 
@@ -77,7 +78,7 @@ class CatalogServicer(CatalogServiceServicer):
             raise InvalidRequest([Violation("page_size", f"must be 0 to {PAGE_SIZE_MAX}")])
         if request.page_token and not request.page_token.isdecimal():
             raise InvalidRequest([Violation("page_token", "must be the next_page_token of the page before")])
-        history = await self._store.policy_history([request.policy_id])
+        history = await self._store.policy_history([name_of(request.policy_id, "policy_id")])
         if not history:
             raise PolicyVersionNotFound
         if request.page_token:
@@ -90,7 +91,7 @@ class CatalogServicer(CatalogServiceServicer):
 
     async def GetPolicyVersion(self, request: wire.GetPolicyVersionRequest, context: Context) -> Any:  # noqa: ARG002, N802
         """Give one version with its content."""
-        for head in await self._store.policy_history([request.policy_id]):
+        for head in await self._store.policy_history([name_of(request.policy_id, "policy_id")]):
             active = await self._is_active(head)
             if head.version == request.version or (not request.version and active):
                 policy = await self._catalog.policy_version(head.policy_id, head.version)
@@ -114,4 +115,3 @@ def _policy_version(head: PolicyVersionHead, *, active: bool) -> wire.PolicyVers
     )
     version.create_time.FromDatetime(head.create_time)
     return version
-

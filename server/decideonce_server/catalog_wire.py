@@ -2,8 +2,6 @@
 
 from datetime import UTC, timedelta
 
-from google.protobuf import duration_pb2, timestamp_pb2
-
 from decideonce.v1 import catalog_pb2 as wire
 from decideonce.v1 import decision_service_pb2
 from decideonce_server import values
@@ -35,12 +33,15 @@ def request_of(source: CatalogSource, *, dry_run: bool) -> wire.ApplyCatalogRequ
 
 
 def _policy_definition(policy: PolicySource) -> wire.PolicyDefinition:
-    return wire.PolicyDefinition(
+    definition = wire.PolicyDefinition(
         policy_id=policy.policy_id,
-        jdm=policy.text if policy.engine == "jdm" else None,
-        entry_point=policy.text if policy.engine == "python" else None,
         examples=[_policy_example(example) for example in policy.examples],
     )
+    if policy.engine == "jdm":
+        definition.jdm = policy.text
+    else:
+        definition.entry_point = policy.text
+    return definition
 
 
 def _policy_example(example: PolicyExample) -> wire.PolicyExample:
@@ -115,9 +116,9 @@ def _example(policy_id: str, example: wire.PolicyExample) -> PolicyExample:
 
 def _contract(operation: wire.OperationDefinition) -> OperationContract:
     given = {
-        name: duration_of(getattr(operation, name), f"operations/{operation.operation}/{name}")
-        for name in DURATIONS
-        if operation.HasField(name)
+        field.name: duration_of(duration, f"operations/{operation.operation}/{field.name}")
+        for field, duration in operation.ListFields()
+        if field.name in DURATIONS
     }
     background = operation.execution == decision_service_pb2.EXECUTION_BACKGROUND
     return operation_contract(

@@ -1,7 +1,6 @@
 """The command line: what runs on this machine. What calls a service is in `cli_calls`."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +12,11 @@ from decideonce.v1 import events_pb2
 from decideonce_server import app, cli_calls, console, doctor, logs
 from decideonce_server.auth import Role, is_tenant
 from decideonce_server.database import Database, DatabaseUrl, database_url
-from decideonce_server.embedded import EmbeddedPostgres
 from decideonce_server.errors import DecideonceError, InvalidField
 from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.migrate import UnknownSchema, migrate
-from decideonce_server.outbox import Outbox
 from decideonce_server.options import DURATION, json_option, setting
+from decideonce_server.outbox import Outbox
 from decideonce_server.settings import InvalidSetting, Settings
 
 T = TypeVar("T")
@@ -35,7 +33,7 @@ data_dir_setting = setting(
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("decideonce-server"), message="decideonce %(version)s")
-@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), show_default=True)
+@setting("--log-level", "What to log.", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
 def cli(log_level: str) -> None:
     """Make business decisions exactly once."""
     logs.configure(log_level)
@@ -45,7 +43,7 @@ for command in cli_calls.COMMANDS:
     cli.add_command(command)
 
 
-def _run(work: Awaitable[T]) -> T:
+def _run(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end, and say shortly what can go wrong in an ordinary way."""
     try:
         return uvloop.run(work)
@@ -91,19 +89,12 @@ def _url(text: str) -> DatabaseUrl:
 
 def _with_database(text: str | None, data_dir: Path, use: Callable[[Database], Awaitable[T]]) -> T:
     async def run() -> T:
-        embedded = None if text is not None else await asyncio.to_thread(EmbeddedPostgres, data_dir)
-        try:
-            url = _url(text) if text is not None else await embedded.create_database()
-            if embedded is not None:
-                await migrate(url)
+        async with app.postgres(None if text is None else _url(text), data_dir) as url:
             database = Database(url, pool_size=1)
             try:
                 return await use(database)
             finally:
                 await database.close()
-        finally:
-            if embedded is not None:
-                await asyncio.to_thread(embedded.stop)
 
     return _run(run())
 
@@ -116,7 +107,7 @@ def token() -> None:
 @token.command(name="create")
 @click.argument("tenant")
 @click.option("--role", "roles", multiple=True, required=True, type=click.Choice([role.value for role in Role]))
-@click.option("--operation", "operations", multiple=True, default=["*"], show_default=True, help="Glob; may be repeated.")
+@click.option("--operation", "operations", multiple=True, default=["*"], show_default=True, help="Glob; repeatable.")
 @click.option("--description", default="", help="Whose it is.")
 @database_url_setting
 @data_dir_setting

@@ -87,9 +87,8 @@ def _said_shortly(server: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         details = status_pb2.Status()
-        for name, value in error.trailing_metadata() or ():
-            if name == "grpc-status-details-bin":
-                details.ParseFromString(value)
+        trailers: Any = error.trailing_metadata() or ()
+        details.ParseFromString(dict(trailers).get("grpc-status-details-bin", b""))
         info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
         for detail in details.details:
             detail.Unpack(info) or detail.Unpack(bad_request)
@@ -104,15 +103,16 @@ def _said_shortly(server: str) -> Iterator[None]:
 
 def _facts(text: str | None, pairs: tuple[str, ...]) -> dict[str, values.Json]:
     """Read facts from a file or stdin, and single ones from NAME=VALUE, where VALUE is JSON or else text."""
-    facts: Any = {}
+    facts: dict[str, values.Json] = {}
     if text is not None:
         source = sys.stdin.read() if text == "-" else Path(text).read_text()
         try:
-            facts = json.loads(source)
+            read = json.loads(source)
         except json.JSONDecodeError as error:
             raise click.BadParameter(f"must be JSON: {error}", param_hint="--facts") from None
-        if not isinstance(facts, dict):
+        if not isinstance(read, dict):
             raise click.BadParameter("must be a JSON object", param_hint="--facts")
+        facts = read
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
@@ -350,8 +350,8 @@ def policy_show(service: Service, *, policy_id: str, version: int, as_json: bool
 @calls_service
 def policy_diff(service: Service, *, policy_id: str, old: int, new: int, as_json: bool) -> None:
     """Show how version NEW of POLICY_ID differs from OLD."""
-    texts = [_readable(_content(service, policy_id, version)).splitlines() for version in (old, new)]
-    lines = list(unified_diff(*texts, f"{policy_id} {old}", f"{policy_id} {new}", lineterm=""))
+    before, after = (_readable(_content(service, policy_id, version)).splitlines() for version in (old, new))
+    lines = list(unified_diff(before, after, f"{policy_id} {old}", f"{policy_id} {new}", lineterm=""))
     if as_json:
         console.print_json(lines)
     else:

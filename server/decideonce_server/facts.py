@@ -16,6 +16,7 @@ from google.protobuf import struct_pb2
 from jsonschema_rs import Draft202012Validator
 
 from decideonce_server import json_schema, spelling, values
+from decideonce_server.canonical import value_bytes
 from decideonce_server.errors import InvalidFacts, Violation
 from decideonce_server.facts_shape import ABSENT, Document, Shape, Shapes
 from decideonce_server.values import Json
@@ -139,7 +140,7 @@ def _identity(value: Json, shape: Shape) -> Json:
     if isinstance(value, list):
         inner = shape.respelled_items
         items = value if inner is None else [_identity(item, inner) for item in value]
-        return sorted(items, key=_encoding) if shape.is_unordered else items
+        return sorted(items, key=value_bytes) if shape.is_unordered else items
     return value
 
 
@@ -154,11 +155,6 @@ def _object_identity(value: dict[str, Json], shape: Shape) -> dict[str, Json]:
             else:
                 del canonical[name]
     return canonical
-
-
-def _encoding(item: Json) -> bytes:
-    """Give the bytes that order an unordered list: those of the item's Value message."""
-    return values.to_struct({"": item}).fields[""].SerializeToString(deterministic=True)
 
 
 def _refuse_if(found: list[Violation]) -> None:

@@ -7,22 +7,24 @@ release: a change that alters one needs a new version, and tests/golden pins thi
 
 import hashlib
 
-from decideonce.v1 import canonical_request_pb2
-
-from decideonce_server import values
+from decideonce_server.canonical import object_bytes, sized, varint
 from decideonce_server.values import Json
 
 FINGERPRINT_VERSION = 1
 
 _PREFIX = b"decideonce/fp1\n"
+_POLICY_VERSION = b"\x10"
 
 
 def fingerprint(operation: str, policy_version: int | None, identity: dict[str, Json]) -> bytes:
     """Give the 32 bytes of the digest, of `AcceptedFacts.identity` and the policy version that the caller pinned."""
-    canonical = canonical_request_pb2.CanonicalRequest(
-        operation=operation, policy_version=policy_version, facts=values.to_struct(identity)
-    )
-    return hashlib.sha256(_PREFIX + canonical.SerializeToString(deterministic=True)).digest()
+    return hashlib.sha256(_PREFIX + canonical_request(operation, policy_version, identity)).digest()
+
+
+def canonical_request(operation: str, policy_version: int | None, identity: dict[str, Json]) -> bytes:
+    """Serialize a CanonicalRequest in its one way."""
+    pinned = b"" if policy_version is None else _POLICY_VERSION + varint(policy_version)
+    return sized(1, operation.encode()) + pinned + sized(3, object_bytes(identity))
 
 
 def fingerprint_text(version: int, digest: bytes) -> str:

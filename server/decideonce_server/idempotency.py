@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce_server import answers
@@ -82,7 +82,11 @@ class IdempotencyInterceptor(UnaryInterceptor):
             if answer is not None:
                 return answer
 
-    async def _begin(self, request: DecisionRequest, decide: Callable[[], Coroutine[Any, Any, bytes]]) -> Record | _Running:
+    async def _begin(
+        self,
+        request: DecisionRequest,
+        decide: Callable[[], Coroutine[Any, Any, bytes]],
+    ) -> Record | _Running:
         found = await self._reserve.reserve(request)
         if isinstance(found, Record):
             return found
@@ -126,7 +130,8 @@ def _deadline(context: Context) -> float:
     Raises:
         DeadlineTooShort: there is too little time to begin.
     """
-    left = context.time_remaining()
+    # None without a deadline, whatever its type stub says.
+    left = cast("float | None", context.time_remaining())
     if left is None:
         return math.inf
     if left < START_TIME_MIN.total_seconds():

@@ -4,9 +4,9 @@
                   ^    └────complete──> FAILED_RETRYABLE
                   └──────take_over──────────┘  (also from PROCESSING past its lease)
 
-Postgres is authoritative, and its clock alone judges leases and retention, at read time. `attempt` is the fencing token:
-who reserves or takes over holds it, and a completion that names another changes nothing. Every operation takes and
-returns sets, in the order of their members; sets are sorted by key before they are sent, so that two can't deadlock.
+Postgres is authoritative, and its clock alone judges leases and retention, at read time. `attempt` is the fencing
+token: who reserves or takes over holds it, and a completion that names another changes nothing. Every operation takes
+and returns sets, in the order of their members; sets are sorted by key when they are sent, so that two can't deadlock.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class Reservation:
 class Record:
     """What is recorded under a key, as Postgres's clock judged it when it was read.
 
-    `lease_left` is set while PROCESSING and `retry_left` while FAILED_RETRYABLE in the background; both may be negative.
+    `lease_left` is set while PROCESSING, `retry_left` while FAILED_RETRYABLE in the background; both may be negative.
     Lifetimes that are None in a final state are for ever.
     """
 
@@ -153,8 +153,9 @@ RESERVE = Statement(
     # A key that another call reserved first gives no row here: `read` then sees it, with a newer snapshot. A background
     # key begins before its first attempt, with a lease that is over, so that a worker takes it over like any other.
     "reserve",
-    f"""INSERT INTO ledger AS l (bucket, tenant, operation, operation_key, decision_id, state, attempt, lease_expires_at,
-        background, fingerprint_version, fingerprint, operation_version, policy_id, policy_version, reserve_time, facts)
+    f"""INSERT INTO ledger AS l (bucket, tenant, operation, operation_key, decision_id, state, attempt,
+        lease_expires_at, background, fingerprint_version, fingerprint, operation_version, policy_id, policy_version,
+        reserve_time, facts)
     SELECT n.bucket, n.tenant, n.operation, n.operation_key, n.decision_id, 1, CASE WHEN n.background THEN 0 ELSE 1 END,
         statement_timestamp() + CASE WHEN n.background THEN interval '0' ELSE n.lease END,
         n.background, n.fingerprint_version, n.fingerprint, n.operation_version, n.policy_id, n.policy_version,

@@ -91,9 +91,9 @@ class TokenStore:
         description: str = "",
         text: str | None = None,
     ) -> str:
-        """Store a new token and give its text, which can't be read again; `text` names the one to store, if not a new one.
+        """Store a new token and give its text, which can't be read again.
 
-        Creating a token that is stored already changes nothing.
+        With `text` it is that token; storing one that is stored already changes nothing.
         """
         text = text or f"{PREFIX}{secrets.token_hex(8)}_{secrets.token_urlsafe(SECRET_BYTES)}"
         token_id, secret = _split(text)

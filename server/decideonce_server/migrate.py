@@ -28,9 +28,7 @@ def _config(connection: Connection | None = None) -> Config:
 
 def schema_head() -> str:
     """Name the schema version that this program needs."""
-    head = ScriptDirectory.from_config(_config()).get_current_head()
-    assert head is not None
-    return head
+    return str(ScriptDirectory.from_config(_config()).get_current_head())
 
 
 def _upgrade(connection: Connection) -> None:

@@ -9,7 +9,7 @@ import click
 from decideonce_server.catalog_dir import parse_duration
 
 
-class _Duration(click.ParamType):
+class _Duration("click.ParamType[timedelta]"):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
@@ -30,5 +30,3 @@ def setting(flag: str, help_text: str, **options: Any) -> Callable[[Callable[...
     """Make a setting: a flag, and a DECIDEONCE_… variable of the same name."""
     variable = "DECIDEONCE_" + flag.removeprefix("--").split("/")[0].replace("-", "_").upper()
     return click.option(flag, envvar=variable, show_envvar=True, show_default=True, help=help_text, **options)
-
-

@@ -1,7 +1,7 @@
 """What a policy is, what it sees and what it must answer, whichever engine evaluates it.
 
-A policy sees {"facts": …, "decision": {"time", "tenant", "operation"}} and reads nothing else: no clock, no randomness, no
-network. So every attempt at one decision gives the same result. It answers with an object that has `outcome` (a
+A policy sees {"facts": …, "decision": {"time", "tenant", "operation"}} and reads nothing else: no clock, no randomness,
+no network. So every attempt at one decision gives the same result. It answers with an object that has `outcome` (a
 non-empty text), and may have `reasons` (texts) and `effects` (objects of `type` and `payload`, each becomes an event);
 everything else in it are the decision's outputs.
 """
@@ -65,7 +65,7 @@ class Evaluation:
 
 
 class PolicyError(Exception):
-    """An evaluation that gave no result. Its text may quote facts: it is for the policy's authors, never for callers."""
+    """An evaluation that gave no result. Its text may quote facts: it is for the policy's authors, not for callers."""
 
 
 class PolicyFailed(PolicyError):
@@ -97,7 +97,9 @@ class Evaluate(Protocol):
         InvalidResult: what it gave is no result.
     """
 
-    def __call__(self, facts: dict[str, Json], decision: dict[str, Json]) -> Evaluation: ...
+    def __call__(self, facts: dict[str, Json], decision: dict[str, Json]) -> Evaluation:
+        """Evaluate."""
+        ...
 
 
 class Engine(Protocol):

@@ -72,9 +72,7 @@ def completion(
         response.decision.reasons.extend(end.reasons)
         effects = end.effects
     else:
-        response.status = (
-            wire.DECISION_STATUS_FAILED_RETRYABLE if end.retryable else wire.DECISION_STATUS_FAILED_FINAL
-        )
+        response.status = wire.DECISION_STATUS_FAILED_RETRYABLE if end.retryable else wire.DECISION_STATUS_FAILED_FINAL
         response.failure.reason = reason_name(end.reason)
         response.failure.message = FAILURE_MESSAGES[end.reason]
         retry_after = end.retry_after

@@ -6,14 +6,15 @@ from google.protobuf import duration_pb2
 
 from decideonce.keys import OPERATION_KEY_RULE, is_operation_key
 from decideonce.v1 import decision_service_pb2 as wire
+from decideonce_server.catalog import NAME_RULE
 from decideonce_server.errors import InvalidOperationKey, InvalidRequest, Violation
 from decideonce_server.ledger import Key
-from decideonce_server.policy import NAME_LENGTH_MAX, is_name
+from decideonce_server.policy import is_name
 from decideonce_server.reserve import DecisionRequest
 
-OPERATION_RULE = f"must be parts of [a-z0-9]+ joined by . or -, {NAME_LENGTH_MAX} characters at most"
 # What google.protobuf.Duration allows: about 10,000 years.
 DURATION_SECONDS_MAX = 315_576_000_000
+NANOSECONDS = 1_000_000_000
 
 
 def decision_request(tenant: str, request: wire.DecideRequest) -> DecisionRequest:
@@ -37,18 +38,18 @@ def decision_key(tenant: str, request: wire.DecideRequest | wire.GetDecisionStat
     """
     if not is_operation_key(request.operation_key):
         raise InvalidOperationKey([Violation("operation_key", OPERATION_KEY_RULE)])
-    return Key(tenant, operation_name(request.operation), request.operation_key)
+    return Key(tenant, name_of(request.operation, "operation"), request.operation_key)
 
 
-def operation_name(operation: str) -> str:
-    """Read an operation's name.
+def name_of(name: str, field: str) -> str:
+    """Read the name of an operation or a policy.
 
     Raises:
         InvalidRequest: it can't be the name of any.
     """
-    if not is_name(operation):
-        raise InvalidRequest([Violation("operation", OPERATION_RULE)])
-    return operation
+    if not is_name(name):
+        raise InvalidRequest([Violation(field, NAME_RULE)])
+    return name
 
 
 def wait_of(request: wire.DecideRequest | wire.GetDecisionStatusRequest) -> timedelta | None:
@@ -66,6 +67,6 @@ def duration_of(duration: duration_pb2.Duration, field: str) -> timedelta:
     Raises:
         InvalidRequest: it is no duration, or below zero.
     """
-    if not (0 <= duration.seconds <= DURATION_SECONDS_MAX and 0 <= duration.nanos < 1_000_000_000):
+    if not (0 <= duration.seconds <= DURATION_SECONDS_MAX and 0 <= duration.nanos < NANOSECONDS):
         raise InvalidRequest([Violation(field, "must be a duration, zero or more")])
     return timedelta(seconds=duration.seconds, microseconds=duration.nanos // 1000)

@@ -1,7 +1,7 @@
 """DecisionService: maps a request, calls, maps the result."""
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from decideonce.keys import OPERATION_KEY_PATTERN
 from decideonce.v1 import decision_service_pb2 as wire
@@ -17,7 +17,7 @@ from decideonce_server.errors import DecisionNotFound, OperationNotFound
 from decideonce_server.fingerprint import FINGERPRINT_VERSION
 from decideonce_server.ledger import Ledger
 from decideonce_server.policy import PolicyVersion
-from decideonce_server.requests import decision_key, operation_name, wait_of
+from decideonce_server.requests import decision_key, name_of, wait_of
 from decideonce_server.waiting import ANSWER_TIME, Waiters, is_settled
 from decideonce_server.wire import Context
 
@@ -44,7 +44,7 @@ class DecisionServicer(DecisionServiceServicer):
         """Tell what is recorded, when it is settled or the wait is over."""
         key = decision_key(current_caller().tenant, request)
         wait = min(wait_of(request) or timedelta(0), STATUS_WAIT_MAX)
-        if (left := context.time_remaining()) is not None:
+        if (left := cast("float | None", context.time_remaining())) is not None:
             wait = min(wait, timedelta(seconds=left) - ANSWER_TIME)
         (record,) = await self._ledger.read([key])
         if record is None:
@@ -55,7 +55,7 @@ class DecisionServicer(DecisionServiceServicer):
 
     async def GetOperation(self, request: wire.GetOperationRequest, context: Context) -> Any:  # noqa: ARG002, N802
         """Tell an operation's contract."""
-        name = operation_name(request.operation)
+        name = name_of(request.operation, "operation")
         operation = self._catalog.operation(name)
         if operation is None:
             raise OperationNotFound({"operation": name})

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-
 # In the data directory, in embedded mode.
 DEV_TOKEN_FILE = "dev-token"  # noqa: S105  # a file's name
 

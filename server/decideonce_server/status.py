@@ -1,7 +1,7 @@
 """The outermost interceptor: every error that a call ends with becomes one gRPC status, by one table.
 
-Each carries one google.rpc.ErrorInfo of domain "decideonce" (AIP-193); a BadRequest where fields are at fault; a RetryInfo
-and the `grpc-retry-pushback-ms` trailer (gRPC A6) where the same call may succeed later.
+Each carries one google.rpc.ErrorInfo of domain "decideonce" (AIP-193); a BadRequest where fields are at fault; a
+RetryInfo and the `grpc-retry-pushback-ms` trailer (gRPC A6) where the same call may succeed later.
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from decideonce_server.recording import reason_name
 from decideonce_server.wire import Context, Handler, Proceed, UnaryInterceptor, parse
 
 DOMAIN = "decideonce"
-INTERNAL_MESSAGE = "The service has a defect; its log has more under the correlation id."
 
 # All trailers together have 8 KB before clients begin to reject them; details travel in base64, 4 bytes for 3.
 DETAILS_BYTES_MAX = 4_000
@@ -52,7 +51,7 @@ log = structlog.get_logger()
 
 
 class InternalError(DecideonceError):
-    __doc__ = INTERNAL_MESSAGE
+    """The service has a defect; its log has more under the correlation id."""
 
     reason = reasons.ERROR_REASON_INTERNAL
 
@@ -83,15 +82,15 @@ class StatusInterceptor(UnaryInterceptor):
                 return response if isinstance(response, bytes) else serialize(response)
             except grpc.aio.AbortError:
                 raise
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as cancelled:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
                 # Something below was cancelled and not this call: its caller must not hang.
-                error: DecideonceError = _defect(method)
+                error: DecideonceError = _defect(method, cancelled)
             except DecideonceError as refusal:
                 error = refusal
-            except Exception:  # noqa: BLE001  # whatever it is, its text stays here
-                error = _defect(method)
+            except Exception as defect:  # noqa: BLE001  # whatever it is, its text stays here
+                error = _defect(method, defect)
             return await _abort(context, error)
 
         return grpc.unary_unary_rpc_method_handler(answer)
@@ -101,9 +100,9 @@ class StatusInterceptor(UnaryInterceptor):
         return await proceed(request, context)
 
 
-def _defect(method: str) -> DecideonceError:
+def _defect(method: str, defect: BaseException) -> DecideonceError:
     correlation_id = secrets.token_hex(8)
-    log.exception("defect", method=method, correlation_id=correlation_id)
+    log.error("defect", method=method, correlation_id=correlation_id, exc_info=defect)
     return InternalError({"correlation_id": correlation_id})
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from google.protobuf import struct_pb2
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 NUMBER_MAX = 2**53 - 1
 DEPTH_MAX = 30

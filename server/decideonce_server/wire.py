@@ -1,10 +1,10 @@
-"""gRPC as the interceptors see it: one small base for those that wrap unary calls, and what the contract says of methods.
+"""gRPC as the interceptors see it: one small base for those that wrap unary calls, and the contract's methods.
 
 grpc.aio gives an interceptor the method but not the request, so each wraps the handler that lies below it.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import unknown_fields
@@ -22,7 +22,8 @@ SERVICES = (
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Proceed: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# grpc.RpcMethodHandler; its type stubs describe synchronous servers only.
+Handler: TypeAlias = Any
 
 
 def method_path(method: MethodDescriptor) -> str:
@@ -39,26 +40,18 @@ def methods() -> Iterator[MethodDescriptor]:
 def idempotent_methods() -> frozenset[str]:
     """Name the methods that the contract declares idempotent: each is protected by its operation key."""
     return frozenset(
-        method_path(method)
-        for method in methods()
-        if method.GetOptions().idempotency_level == MethodOptions.IDEMPOTENT
+        method_path(method) for method in methods() if method.GetOptions().idempotency_level == MethodOptions.IDEMPOTENT
     )
 
 
-class CallDetails(Protocol):
-    """What grpc.aio tells an interceptor of a call."""
-
-    method: str
-
-
-class UnaryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc.aio has no types of its own
+class UnaryInterceptor(grpc.aio.ServerInterceptor):
     """Base of an interceptor that sees a unary call's request and response.
 
     The wrapped handler of a method is made once: nothing below depends on the single call.
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[str, Handler | None] = {}
+        self._handlers: dict[str, Handler] = {}
 
     async def intercept(self, method: str, request: Any, context: Context, proceed: Proceed) -> Any:
         """Handle a call; `proceed` hands it on to what lies below."""
@@ -66,9 +59,9 @@ class UnaryInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
 
     async def intercept_service(
         self,
-        continuation: Callable[[CallDetails], Awaitable[Handler | None]],
-        handler_call_details: CallDetails,
-    ) -> Handler | None:
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
         """Wrap the handler that lies below."""
         method = handler_call_details.method
         if method not in self._handlers:
@@ -122,8 +115,9 @@ def _refuse_unknown_fields(request: Message) -> None:
 
 
 def _unknown_fields(message: Message, path: str) -> Iterator[tuple[str, int]]:
-    for unknown in unknown_fields.UnknownFieldSet(message):
-        yield f"{path}{unknown.field_number}", unknown.field_number
+    unknown = unknown_fields.UnknownFieldSet(message)
+    for i in range(len(unknown)):
+        yield f"{path}{unknown[i].field_number}", unknown[i].field_number
     for field, value in message.ListFields():
         if field.message_type is None:
             continue

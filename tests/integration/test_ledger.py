@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import asyncpg
 import pytest
+
 from decideonce_server.database import Database, LockTimeout
 from decideonce_server.ledger import Attempt, Completion, Key, Ledger, Record, Reservation, State, bucket_of
 from decideonce_server.outbox import Event, Outbox
@@ -105,7 +106,8 @@ async def insert_row(connection: asyncpg.Connection) -> None:
         """INSERT INTO ledger (bucket, tenant, operation, operation_key, decision_id, state, attempt, lease_expires_at,
             background, fingerprint_version, fingerprint, operation_version, policy_id, policy_version, reserve_time,
             facts)
-        VALUES ($1, $2, $3, $4, gen_random_uuid(), 1, 1, now() + interval '30 s', false, 1, $5, 1, 'p', 1, now(), 'x')""",
+        VALUES ($1, $2, $3, $4, gen_random_uuid(), 1, 1,
+            now() + interval '30 s', false, 1, $5, 1, 'p', 1, now(), 'x')""",
         *KEY.row,
         b"f" * 32,
     )
@@ -123,7 +125,7 @@ async def test_completion_writes_decision_and_events_together(ledger: Ledger, da
     await ledger.reserve([reservation()])
     (done,) = await ledger.complete([completion(events=[event(), event()])])
     pending, _ = await Outbox(database).pending(10)
-    assert (State.SUCCEEDED, b"response", 2) == (done.state, done.response, pending)
+    assert (done.state, done.response, pending) == (State.SUCCEEDED, b"response", 2)
     assert timedelta(days=1) == done.key_retained_until - done.replayable_until
 
 
@@ -132,13 +134,13 @@ async def test_completion_with_a_stale_attempt_changes_nothing(ledger: Ledger, d
 
     aws-powertools/powertools-lambda-python#8049: a late owner overwrote the new owner's result.
     """
-    (first,) = await ledger.reserve([reservation(lease=timedelta(milliseconds=1))])
+    await ledger.reserve([reservation(lease=timedelta(milliseconds=1))])
     (second,) = await take_over_when_abandoned(ledger)
-    assert 2 == second.record.attempt
-    assert [None] == await ledger.complete([completion(events=[event()])])
+    assert second.record.attempt == 2
+    assert await ledger.complete([completion(events=[event()])]) == [None]
     (record,) = await ledger.read([KEY])
-    assert (State.PROCESSING, 2) == (record.state, record.attempt)
-    assert 0 == (await Outbox(database).pending(1))[0]
+    assert (record.state, record.attempt) == (State.PROCESSING, 2)
+    assert (await Outbox(database).pending(1))[0] == 0
 
 
 async def take_over_when_abandoned(ledger: Ledger) -> list[Attempt | None]:
@@ -157,22 +159,22 @@ async def test_one_of_many_takes_over(ledger: Ledger) -> None:
         while not record.is_abandoned:
             (record,) = await ledger.read([KEY])
     results = await asyncio.gather(*(ledger.take_over([record], [timedelta(seconds=30)]) for _ in range(5)))
-    assert 4 == results.count([None])
+    assert results.count([None]) == 4
 
 
 async def test_lease_that_has_not_run_out_is_not_taken_over(ledger: Ledger) -> None:
     """An attempt keeps its key while its lease lasts."""
     (attempt,) = await ledger.reserve([reservation()])
-    assert [None] == await ledger.take_over([attempt.record], [timedelta(seconds=30)])
+    assert await ledger.take_over([attempt.record], [timedelta(seconds=30)]) == [None]
 
 
 async def test_finished_key_is_never_completed_again(ledger: Ledger) -> None:
     """A second completion of the same attempt changes nothing."""
     await ledger.reserve([reservation()])
     await ledger.complete([completion()])
-    assert [None] == await ledger.complete([completion(response=b"other", state=State.FAILED_FINAL)])
+    assert await ledger.complete([completion(response=b"other", state=State.FAILED_FINAL)]) == [None]
     (record,) = await ledger.read([KEY])
-    assert b"response" == record.response
+    assert record.response == b"response"
 
 
 async def test_answer_past_its_retention_is_expired_at_read_time(ledger: Ledger) -> None:
@@ -180,17 +182,17 @@ async def test_answer_past_its_retention_is_expired_at_read_time(ledger: Ledger)
     await ledger.reserve([reservation()])
     await ledger.complete([completion(retention=timedelta(0))])
     (record,) = await ledger.read([KEY])
-    assert (State.EXPIRED, None) == (record.state, record.response)
+    assert (record.state, record.response) == (State.EXPIRED, None)
 
 
 async def test_key_past_its_tombstone_is_new_again(ledger: Ledger) -> None:
     """A key past its tombstone's retention is absent, and can be reserved as if it had never been."""
     await ledger.reserve([reservation()])
     await ledger.complete([completion(retention=timedelta(0), tombstone_retention=timedelta(0))])
-    assert [None] == await ledger.read([KEY])
+    assert await ledger.read([KEY]) == [None]
     (again,) = await ledger.reserve([reservation()])
     assert isinstance(again, Attempt)
-    assert 1 == again.record.attempt
+    assert again.record.attempt == 1
 
 
 async def test_keys_that_concatenate_alike_are_different_keys(ledger: Ledger) -> None:
@@ -219,6 +221,6 @@ async def test_background_reservation_is_due_at_once(ledger: Ledger) -> None:
     inline = Key("acme", "op", "inline-0123456789")
     (found, _) = await ledger.reserve([reservation(background=True), reservation(inline)])
     assert isinstance(found, Record)
-    assert [KEY] == [record.key for record in await ledger.due(10)]
+    assert [record.key for record in await ledger.due(10)] == [KEY]
     (attempt,) = await ledger.take_over([found], [timedelta(seconds=30)])
-    assert (1, b'{"a":1}', []) == (attempt.record.attempt, attempt.facts, await ledger.due(10))
+    assert (attempt.record.attempt, attempt.facts, await ledger.due(10)) == (1, b'{"a":1}', [])

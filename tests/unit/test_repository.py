@@ -65,7 +65,9 @@ def test_only_the_status_interceptor_aborts() -> None:
         aborts += [
             (path.name, id(node) in awaited)
             for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith("abort")
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr.startswith("abort")
         ]
     assert [("status.py", True)] == aborts
 

@@ -108,7 +108,8 @@ STATEMENTS = [
     $$
     """,
     *(
-        f"CREATE TRIGGER {table}_immutable BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} EXECUTE FUNCTION refuse_change()"
+        f"""CREATE TRIGGER {table}_immutable BEFORE UPDATE OR DELETE OR TRUNCATE ON {table}
+            EXECUTE FUNCTION refuse_change()"""
         for table in ("policy_version", "operation_version", "catalog")
     ),
 ]
