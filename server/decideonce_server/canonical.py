@@ -13,13 +13,14 @@ _DOUBLE = Struct("<d")
 _NULL, _FALSE, _TRUE = b"\x08\x00", b"\x20\x00", b"\x20\x01"
 _NUMBER = b"\x11"
 _TEXT, _OBJECT, _LIST = 3, 5, 6
+_SEVEN_BITS = 0x7F
 
 
 def varint(number: int) -> bytes:
     """Encode a number, zero or more, as a base 128 varint."""
     encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
+    while number > _SEVEN_BITS:
+        encoded.append(number & _SEVEN_BITS | 0x80)
         number >>= 7
     encoded.append(number)
     return bytes(encoded)
