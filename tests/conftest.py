@@ -1,18 +1,21 @@
 """Fixtures that several kinds of test share: a PostgreSQL of the run's own, and a fresh database per test."""
 
 import asyncio
+import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import asyncpg
+import grpc
 import pytest
 from sqlalchemy.engine import URL
 
 from decideonce_server import migrate
 from decideonce_server.database import Database
 from decideonce_server.embedded import EmbeddedPostgres
+from harness import Caller, ServiceProcess, url_text
 
 POLICIES = Path(__file__).parent / "policies"
 TEMPLATE = "template_decideonce"
@@ -101,3 +104,35 @@ async def observer(database_url: URL) -> AsyncIterator[asyncpg.Connection]:
         yield connection
     finally:
         await connection.close()
+
+
+@pytest.fixture
+async def start_service(database_url: URL, tmp_path: Path) -> AsyncIterator[Callable[..., ServiceProcess]]:
+    """Give a function that starts a real service process on the test's database: `start_service("--flag", …)`."""
+    services: list[ServiceProcess] = []
+
+    def start(*arguments: str) -> ServiceProcess:
+        log = tmp_path / f"service-{len(services)}.log"
+        service = ServiceProcess(log, ["--database-url", url_text(database_url), *arguments])
+        services.append(service)
+        service.wait_until_ready()
+        return service
+
+    try:
+        yield start
+    finally:
+        for service in services:
+            service.kill()
+
+
+@pytest.fixture
+async def connect_caller() -> AsyncIterator[Callable[..., Caller]]:
+    """Give a function that makes a caller of a service: `connect_caller(service, token)`."""
+    async with contextlib.AsyncExitStack() as channels:
+
+        def connect(service: ServiceProcess, token: str | None) -> Caller:
+            channel = grpc.aio.insecure_channel(service.address)
+            channels.push_async_callback(channel.close)
+            return Caller(channel, token)
+
+        yield connect
