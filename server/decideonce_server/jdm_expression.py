@@ -140,6 +140,12 @@ def faults(text: str, *, unary: bool, in_rule: bool) -> Iterator[str]:
         yield str(unreadable)
         return
     yield from _word_faults(words, in_rule=in_rule)
+    if (
+        unary
+        and [token.text for token in words[:2]] == ["$", "."]
+        and all(token.text == "." or token.kind == "word" for token in words)
+    ):
+        yield f"must compare: zen reads the cell {text} as $ == {text}; write {text} == true"
     samples = [{"$": sample} for sample in _SAMPLES] if unary else [{}]
     is_constant = literal_kinds(words) is not None and (unary or all(word.text != "$" for word in words))
     if is_constant and not any(_evaluates(expression, sample) for sample in samples):

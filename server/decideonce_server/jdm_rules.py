@@ -90,6 +90,8 @@ class _Table:
         indices = [hit["index"] for hit in ([hits] if isinstance(hits, dict) else hits or [])]
         if self._input_field is not None:
             scope = _evaluated(self._input_field, scope, f"{self._name}/inputField")
+        if not isinstance(scope, dict):
+            raise PolicyFailed(f"{self._name}: the input of a table must be an object")
         values: dict[str, Any] = {}
         for index in range(indices[0] if self._is_first and indices else len(self._rows)):
             if index not in indices:

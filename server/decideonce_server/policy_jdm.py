@@ -26,8 +26,6 @@ NAME = "zen-engine/" + version("zen-engine")
 NODE_TYPES = frozenset({"inputNode", "outputNode", "decisionNode", "decisionTableNode", "expressionNode", "switchNode"})
 INPUT_NAMES = frozenset({"facts", "decision"})
 
-_MISSING_RULE = "must be a JDM policy of this catalog"
-
 
 def bundle(policy_id: str, documents: Mapping[str, str]) -> str:
     """Give the content of a version: the policy's document and all sub-decisions that it reaches, as canonical JSON.
@@ -44,9 +42,8 @@ def bundle(policy_id: str, documents: Mapping[str, str]) -> str:
         current = waiting.pop()
         if current in found:
             continue
-        violations = [] if current in documents else [Violation(f"policies/{current}", _MISSING_RULE)]
-        violations = violations or list(_shape_violations(current, documents[current]))
-        violations += _sub_decision_violations(current, documents) if not violations else []
+        violations = list(_shape_violations(current, documents[current]))
+        violations = violations or _sub_decision_violations(current, documents)
         if violations:
             raise InvalidCatalog(violations)
         found[current] = _essence(json.loads(documents[current]))
@@ -114,17 +111,16 @@ def _sub_decisions(document: Mapping[str, Any]) -> list[str]:
 
 def _sub_decision_violations(policy_id: str, documents: Mapping[str, str]) -> list[Violation]:
     """Judge what the policy reaches: all of it must be there, and nothing may lead back to the policy."""
+    where = f"policies/{policy_id}"
     violations = []
     seen: set[str] = set()
     waiting = [(key, key) for key in _sub_decisions(json.loads(documents[policy_id]))]
     while waiting:
         key, through = waiting.pop()
         if key == policy_id:
-            violations.append(
-                Violation(f"policies/{policy_id}", f"must not use itself as a sub-decision, by {through}")
-            )
+            violations.append(Violation(where, f"must not use itself as a sub-decision, by way of {through}"))
         elif key not in documents:
-            violations.append(Violation(f"policies/{key}", f"{_MISSING_RULE}: {policy_id} uses it"))
+            violations.append(Violation(where, f"must use JDM policies of this catalog only, not {key}"))
         elif key not in seen:
             seen.add(key)
             if not list(_shape_violations(key, documents[key])):
@@ -237,7 +233,12 @@ def _essence(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Engine:
-    """Evaluates JDM policies; satisfies `policy.Engine`."""
+    """Evaluates JDM policies; satisfies `policy.Engine`.
+
+    An error is never taken for "no match", see `jdm_rules`. A division by zero is no error in zen but null: ordering it
+    (`1 / 0 > 5`) is an error and fails the decision; == compares it, and zen leaves an output that is null out. A text
+    "now" in a date function fails the decision, see `jdm_expression.guarded`.
+    """
 
     name: EngineName = "jdm"
 
