@@ -1,7 +1,7 @@
 """The program's entry.
 
-It imports nothing of ours at its head: the command line takes a while to load, and what only asks this module for `main`
-needs none of it.
+It imports nothing of ours at its head: the command line takes a while to load, and what only asks this module for
+`main` needs none of it.
 """
 
 import os

@@ -24,15 +24,16 @@ from decideonce.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_
 from decideonce_server.apply import Apply
 from decideonce_server.attempts import Attempts
 from decideonce_server.auth import Authenticator, AuthInterceptor, Role
-from decideonce_server.background import BackgroundWorker
 from decideonce_server.catalog_dir import read_catalog
 from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.catalog_servicer import CatalogServicer
 from decideonce_server.database import Database, DatabaseUrl, database_url
 from decideonce_server.decide import Decide
+from decideonce_server.due_work import BackgroundWorker
 from decideonce_server.embedded import EmbeddedPostgres
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.idempotency import IdempotencyInterceptor
+from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Ledger
 from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.ledger_tokens import TokenStore
@@ -60,6 +61,7 @@ class Parts:
     store: CatalogStore
     catalog: CatalogReader
     ledger: Ledger
+    leases: LeaseKeeper
     attempts: Attempts
     waiters: Waiters
     reserve: Reserve
@@ -78,7 +80,8 @@ def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
     attempts = Attempts()
     waiters = Waiters(ledger)
     reserve = Reserve(ledger, catalog)
-    decide = Decide(ledger, catalog, evaluators)
+    leases = LeaseKeeper(Database(url, pool_size=1))
+    decide = Decide(ledger, catalog, evaluators, leases)
     return Parts(
         database=database,
         evaluators=evaluators,
@@ -86,6 +89,7 @@ def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
         store=store,
         catalog=catalog,
         ledger=ledger,
+        leases=leases,
         attempts=attempts,
         waiters=waiters,
         reserve=reserve,
@@ -170,6 +174,7 @@ async def _running(parts: Parts, settings: Settings) -> AsyncIterator[None]:
     loops: list[asyncio.Task[None]] = []
     try:
         await parts.evaluators.start()
+        parts.leases.start()
         if settings.database_url is None:
             await _make_dev_token(parts.tokens, settings.data_dir)
         if settings.catalog is not None:
@@ -183,6 +188,7 @@ async def _running(parts: Parts, settings: Settings) -> AsyncIterator[None]:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         await parts.waiters.close()
+        await parts.leases.close()
         await parts.evaluators.close()
         await parts.database.close()
 

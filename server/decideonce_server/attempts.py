@@ -44,3 +44,9 @@ class Attempts:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=limit.total_seconds())
         return len(self._tasks)
+
+    async def cancel(self) -> None:
+        """End what is still running."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

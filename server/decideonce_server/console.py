@@ -10,19 +10,23 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from decideonce_server.errors import Violation
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+# So wide that nothing is ever cut: names and keys are there to be copied.
+_WIDTH = 100_000
+
+out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=_WIDTH)
+err = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=_WIDTH, stderr=True)
 
 
 def print_json(value: Any) -> None:
-    """Print a value as one JSON text."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    """Print a value as one JSON text, names in order: a Struct's own order differs from answer to answer."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True, default=str))
 
 
 def fields_of(value: "DataclassInstance") -> dict[str, Any]:
@@ -32,37 +36,52 @@ def fields_of(value: "DataclassInstance") -> dict[str, Any]:
 
 
 def message_dict(message: Message) -> dict[str, Any]:
-    """Give a message as JSON's parts, with the contract's field names."""
-    parts: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
+    """Give a message as JSON's parts, with the contract's field names; whole numbers have no fraction."""
+    parts: dict[str, Any] = _plain_numbers(MessageToDict(message, preserving_proto_field_name=True))
     return parts
+
+
+def _plain_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain_numbers(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def one_line(value: Any) -> str:
+    """Write a JSON value in one line, objects in the order of their names; nothing where it is empty."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True) if value else ""
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
     """Print rows under their columns, or `empty` where there is none."""
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else _text(cell) for cell in row))
     out.print(table if table.row_count else empty)
 
 
-def print_record(title: str, fields: Mapping[str, object]) -> None:
+def print_record(title: Text, fields: Mapping[str, object]) -> None:
     """Print one thing: a title, and what is known of it; empty fields are left out."""
     out.print(title)
     shown = {name: value for name, value in fields.items() if value not in ("", None, [], {})}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
-        lines = [str(item) for item in value] if isinstance(value, list) else [str(value)]
-        for i, line in enumerate(lines):
-            out.print(f"  [dim]{name if i == 0 else '':<{width}}[/]  {_escaped(line)}")
+        for i, line in enumerate(value if isinstance(value, list) else [value]):
+            out.print(Text.assemble("  ", (f"{name if i == 0 else '':<{width}}", "dim"), "  ", _text(line)))
 
 
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+def _text(value: object) -> Text:
+    """Make a text of what may come from a caller: nothing in it can steer the terminal."""
+    return Text("".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in str(value)))
 
 
-def fail(text: str, violations: Iterable[Violation] = ()) -> NoReturn:
-    """Say on stderr what went wrong, and exit with 1."""
-    err.print(f"[bold red]error[/] {_escaped(text)}")
+def fail(text: str, violations: Iterable[Violation] = (), hint: str = "") -> NoReturn:
+    """Say on stderr what went wrong and what may help, and exit with 1."""
+    err.print(Text.assemble(("error", "bold red"), " ", _text(text)))
     for violation in violations:
-        err.print(f"  {_escaped(violation.field)}: {_escaped(violation.rule)}")
+        err.print(Text.assemble("  ", _text(violation.field), ": ", _text(violation.rule)))
+    if hint:
+        err.print(Text.assemble("  ", _text(hint)))
     raise SystemExit(1)

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import asyncpg
-from sqlalchemy import Row, TextClause, text
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy import Row, TextClause, event, text
+from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -38,6 +38,7 @@ SETTINGS = {
 
 LOCK_NOT_AVAILABLE = "55P03"
 UNIQUE_VIOLATION = "23505"
+READ_ONLY = "25006"
 # Classes of SQLSTATE after which the same statement can succeed later: connection, resources, operator's intervention
 # (a statement time-out too), system error, serialization and deadlock, read-only (it became a standby), locks.
 RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
@@ -97,6 +98,7 @@ class Database:
             hide_parameters=True,
             connect_args={"server_settings": SETTINGS, "timeout": CONNECT_TIMEOUT_S},
         )
+        event.listen(self.engine.sync_engine, "handle_error", _leave_a_standby)
 
     async def run(self, statement: Statement, **parameters: Any) -> Sequence[Row[Any]]:
         """Run one statement and give its rows.
@@ -115,6 +117,12 @@ class Database:
     async def close(self) -> None:
         """Close all connections."""
         await self.engine.dispose()
+
+
+def _leave_a_standby(context: ExceptionContext) -> None:
+    """Give up all connections to a server that became read-only: the next are made to its successor."""
+    if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
+        context.is_disconnect = True
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The use case: evaluate the pinned policy once, and record the decision and its events."""
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 
 import structlog
@@ -10,8 +11,10 @@ from opentelemetry import metrics
 from decideonce.v1 import error_reason_pb2 as reasons
 from decideonce_server.catalog import OperationContract
 from decideonce_server.catalog_reader import CatalogReader
+from decideonce_server.database import LockTimeout
 from decideonce_server.errors import DecisionNotFound, LedgerUnavailable, utc_text
 from decideonce_server.evaluator import Evaluators
+from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Attempt, Completion, Ledger, Record
 from decideonce_server.policy import (
     Evaluation,
@@ -34,6 +37,9 @@ FAILURES: dict[type[PolicyError], Failure] = {
     InvalidResult: Failure(reasons.ERROR_REASON_INVALID_RESULT),
 }
 
+# What is recorded of an attempt that ended with a defect: the next may meet a mended service.
+DEFECT = Failure(reasons.ERROR_REASON_INTERNAL, retryable=True)
+
 # Between the attempts that workers make: full jitter, so that what failed together isn't tried together.
 BACKOFF = tenacity.wait_random_exponential(multiplier=1, max=60)
 
@@ -43,8 +49,15 @@ log = structlog.get_logger()
 class Decide:
     """Decides attempts."""
 
-    def __init__(self, ledger: Ledger, catalog: CatalogReader, evaluators: Evaluators) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        catalog: CatalogReader,
+        evaluators: Evaluators,
+        leases: LeaseKeeper,
+    ) -> None:
         self._ledger = ledger
+        self._leases = leases
         self._catalog = catalog
         self._evaluators = evaluators
         self._stale_completions = metrics.get_meter("decideonce").create_counter(
@@ -55,7 +68,8 @@ class Decide:
     async def decide(self, attempt: Attempt) -> tuple[Record, bool]:
         """Decide, record and give the record, and whether it is this attempt's own.
 
-        An attempt that lost its lease to another never answers with its own result: it gives what is recorded.
+        An attempt that lost its lease to another never answers with its own result: it gives what is recorded. One that
+        ends with a defect is recorded as retryable, and its defect raised.
 
         Raises:
             LedgerUnavailable: whether the decision was recorded stayed unknown.
@@ -64,8 +78,17 @@ class Decide:
         record = attempt.record
         operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
         policy = await self._catalog.policy_version(record.policy_id, record.policy_version)
-        end = await self._evaluate(attempt, operation.contract, policy)
-        completed = await self._complete(completion(attempt, operation.contract, policy, end))
+        contract = operation.contract
+        with self._leases.renewing(record, contract.lease, contract.time_budget):
+            try:
+                end = await self._evaluate(attempt, contract, policy)
+                completed = await self._complete(completion(attempt, contract, policy, end), contract.lease)
+            except LedgerUnavailable:
+                raise
+            except Exception:
+                failure = _failure(DEFECT, record, contract)
+                await self._complete(completion(attempt, contract, policy, failure), contract.lease)
+                raise
         if completed is not None:
             return completed, True
         self._stale_completions.add(1)
@@ -92,21 +115,36 @@ class Decide:
         except PolicyError as error:
             failure = FAILURES[type(error)]
         log.info("policy failed", policy=policy.policy_id, version=policy.version, reason=reason_name(failure.reason))
-        if not failure.retryable:
-            return failure
-        if record.attempt >= contract.max_attempts:
-            return ATTEMPTS_EXHAUSTED
-        return Failure(failure.reason, retryable=True, retry_after=_backoff(record) if record.background else None)
+        return _failure(failure, record, contract) if failure.retryable else failure
 
-    async def _complete(self, end: Completion) -> Record | None:
-        """Complete; where the connection was lost around the commit, read on a new one before anything else."""
-        try:
-            return (await self._ledger.complete([end]))[0]
-        except LedgerUnavailable:
-            (record,) = await self._ledger.read([end.key])
-        if record is not None and record.attempt == end.attempt and record.response == end.response:
-            return record
-        return (await self._ledger.complete([end]))[0]
+    async def _complete(self, end: Completion, lease: timedelta) -> Record | None:
+        """Record the end of an attempt, as long as its lease may last; None where the attempt is no longer the key's.
+
+        Where the connection was lost around the commit, the record is read on a new one before anything else.
+        """
+        trying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type((LedgerUnavailable, LockTimeout)),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1),
+            stop=tenacity.stop_after_delay(lease),
+            reraise=True,
+        )
+        is_unknown = False
+        async for turn in trying:
+            with turn:
+                if is_unknown:
+                    (record,) = await self._ledger.read([end.key])
+                    if record is not None and record.response == end.response:
+                        return record
+                is_unknown = True
+                return (await self._ledger.complete([end]))[0]
+        return None
+
+
+def _failure(failure: Failure, record: Record, contract: OperationContract) -> Failure:
+    """Give what a retryable failure is, at this attempt of so many."""
+    if record.attempt >= contract.max_attempts:
+        return ATTEMPTS_EXHAUSTED
+    return replace(failure, retry_after=_backoff(record) if record.background else None)
 
 
 def _backoff(record: Record) -> timedelta:

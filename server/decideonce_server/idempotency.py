@@ -15,9 +15,9 @@ from decideonce.v1 import decision_service_pb2 as wire
 from decideonce_server import answers
 from decideonce_server.attempts import Attempts, current_attempt
 from decideonce_server.auth import current_caller
-from decideonce_server.background import BackgroundWorker
 from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.database import LOCK_TIMEOUT_MS, LockTimeout
+from decideonce_server.due_work import BackgroundWorker
 from decideonce_server.errors import DeadlineTooShort
 from decideonce_server.ledger import Record
 from decideonce_server.requests import decision_request, wait_of

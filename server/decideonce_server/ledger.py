@@ -227,12 +227,78 @@ COMPLETE = Statement(
     SELECT * FROM done""",
 )
 
+RENEW = Statement(
+    # Only while the attempt is still the key's; one that was taken over stays lost.
+    "renew",
+    """UPDATE ledger l SET lease_expires_at = statement_timestamp() + t.lease
+    FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
+        CAST(:operation_keys AS text[]), CAST(:attempts AS integer[]), CAST(:leases AS interval[]))
+        AS t (bucket, tenant, operation, operation_key, attempt, lease)
+    WHERE l.bucket = t.bucket AND l.tenant = t.tenant AND l.operation = t.operation
+        AND l.operation_key = t.operation_key AND l.attempt = t.attempt AND l.state = 1
+    RETURNING l.tenant, l.operation, l.operation_key""",
+)
+
 DUE = Statement(
-    # Background work that no attempt holds: not begun, abandoned, or failed and due again. Oldest first.
+    # Work that no attempt holds: not begun, abandoned, or failed and due again. Each tenant's oldest first, tenants in
+    # turn, so that one with a long backlog doesn't keep the others waiting; the recursion finds the next tenant by one
+    # look into the index.
     "due",
-    f"""SELECT {_RECORD} FROM ledger l
-    WHERE l.background AND l.state IN (1, 3) AND coalesce(l.lease_expires_at, l.retry_at) <= statement_timestamp()
-    ORDER BY coalesce(l.lease_expires_at, l.retry_at) LIMIT :limit""",
+    f"""WITH RECURSIVE tenants AS (
+        (SELECT l.tenant FROM ledger l WHERE coalesce(l.lease_expires_at, l.retry_at) IS NOT NULL
+            ORDER BY l.tenant LIMIT 1)
+        UNION ALL
+        SELECT (SELECT l.tenant FROM ledger l WHERE coalesce(l.lease_expires_at, l.retry_at) IS NOT NULL
+            AND l.tenant > t.tenant ORDER BY l.tenant LIMIT 1)
+        FROM tenants t WHERE t.tenant IS NOT NULL
+    )
+    SELECT {_RECORD} FROM tenants t CROSS JOIN LATERAL (
+        SELECT d.*, row_number() OVER (ORDER BY coalesce(d.lease_expires_at, d.retry_at)) AS turn FROM ledger d
+        WHERE d.tenant = t.tenant AND coalesce(d.lease_expires_at, d.retry_at) <= statement_timestamp()
+            AND (d.background OR :abandoned)
+        ORDER BY coalesce(d.lease_expires_at, d.retry_at) LIMIT :limit
+    ) l
+    ORDER BY l.turn, coalesce(l.lease_expires_at, l.retry_at) LIMIT :limit""",
+)
+
+TOMBSTONE = Statement(
+    # One bucket's oldest answers past their retention lose body and facts, unless an event still has to be published.
+    "tombstone",
+    """UPDATE ledger l SET state = 5, facts = NULL, response = NULL
+    FROM (
+        SELECT e.bucket, e.tenant, e.operation, e.operation_key FROM ledger e
+        WHERE e.bucket = :bucket AND e.state IN (2, 4) AND e.replayable_until <= statement_timestamp()
+            AND NOT EXISTS (
+                SELECT FROM outbox o WHERE o.bucket = e.bucket AND o.tenant = e.tenant
+                    AND o.operation = e.operation AND o.operation_key = e.operation_key)
+        ORDER BY e.replayable_until LIMIT :limit
+    ) k
+    WHERE l.bucket = k.bucket AND l.tenant = k.tenant AND l.operation = k.operation
+        AND l.operation_key = k.operation_key AND l.state IN (2, 4) AND l.replayable_until <= statement_timestamp()
+    RETURNING 1""",
+)
+
+REAPABLE = Statement(
+    # The buckets that have work for the reaper: two looks into an index each.
+    "reapable",
+    """SELECT b.bucket FROM generate_series(0, 255) AS b (bucket)
+    WHERE EXISTS (SELECT FROM ledger l
+            WHERE l.bucket = b.bucket AND l.state IN (2, 4) AND l.replayable_until <= statement_timestamp())
+        OR EXISTS (SELECT FROM ledger l
+            WHERE l.bucket = b.bucket AND l.state = 5 AND l.key_retained_until <= statement_timestamp())""",
+)
+
+PURGE = Statement(
+    # One bucket's oldest tombstones past their own retention; the keys are new again, as they were since that moment.
+    "purge",
+    """DELETE FROM ledger l USING (
+        SELECT e.bucket, e.tenant, e.operation, e.operation_key FROM ledger e
+        WHERE e.bucket = :bucket AND e.state = 5 AND e.key_retained_until <= statement_timestamp()
+        ORDER BY e.key_retained_until LIMIT :limit
+    ) k
+    WHERE l.bucket = k.bucket AND l.tenant = k.tenant AND l.operation = k.operation
+        AND l.operation_key = k.operation_key AND l.state = 5 AND l.key_retained_until <= statement_timestamp()
+    RETURNING 1""",
 )
 
 
@@ -250,7 +316,8 @@ class Ledger:
         """Reserve each key, or read what is recorded under it; two statements where a key was taken before.
 
         An Attempt means that the key is now reserved by this call. For a background operation a Record of attempt 0 is
-        given even to the call that reserved it: a worker makes the attempts.
+        given even to the call that reserved it: a worker makes the attempts. A reservation whose answer was lost can
+        be made again: its own record is known by its decision id.
         """
         results: dict[UUID, Attempt | Record] = {}
         rest = sorted(reservations, key=lambda r: r.key.row)
@@ -263,7 +330,9 @@ class Ledger:
                 )
             rest = [r for r in rest if r.decision_id not in results]
             known = await self.read([r.key for r in rest])
-            results |= {r.decision_id: record for r, record in zip(rest, known, strict=True) if record}
+            results |= {
+                r.decision_id: _own_or_known(r, record) for r, record in zip(rest, known, strict=True) if record
+            }
             rest = [r for r in rest if r.decision_id not in results]
             if rest:
                 await self._database.run(FORGET, **_key_parameters([r.key for r in rest]))
@@ -310,9 +379,40 @@ class Ledger:
         done = {record.key: record for record in map(_record, rows)}
         return [done.get(c.key) for c in completions]
 
-    async def due(self, limit: int) -> list[Record]:
-        """Read background work that no attempt holds, oldest first."""
-        return [_record(row) for row in await self._database.run(DUE, limit=limit)]
+    async def renew(self, records: Sequence[Record], leases: Sequence[timedelta]) -> set[Key]:
+        """Renew each attempt's lease, from now; give the keys whose attempt is still theirs."""
+        rows = await self._database.run(
+            RENEW,
+            **_key_parameters([record.key for record in records]),
+            attempts=[record.attempt for record in records],
+            leases=list(leases),
+        )
+        return {Key(row.tenant, row.operation, row.operation_key) for row in rows}
+
+    async def release(self, records: Sequence[Record]) -> None:
+        """End each attempt's lease now, so that another can take over at once."""
+        await self.renew(records, [timedelta(0)] * len(records))
+
+    async def due(self, limit: int, *, abandoned: bool) -> list[Record]:
+        """Read work that no attempt holds: background work, and with `abandoned` inline work past its lease too."""
+        return [_record(row) for row in await self._database.run(DUE, limit=limit, abandoned=abandoned)]
+
+    async def reapable(self) -> list[int]:
+        """List the buckets in which something is past its retention."""
+        return [row.bucket for row in await self._database.run(REAPABLE)]
+
+    async def tombstone(self, bucket: int, limit: int) -> int:
+        """Take body and facts from answers of a bucket that are past their retention; give how many."""
+        return len(await self._database.run(TOMBSTONE, bucket=bucket, limit=limit))
+
+    async def purge(self, bucket: int, limit: int) -> int:
+        """Delete tombstones of a bucket that are past their own retention; give how many."""
+        return len(await self._database.run(PURGE, bucket=bucket, limit=limit))
+
+
+def _own_or_known(reservation: Reservation, record: Record) -> Attempt | Record:
+    is_own = record.decision_id == reservation.decision_id and record.attempt == 1 and record.state is State.PROCESSING
+    return Attempt(record, reservation.facts) if is_own and not record.background else record
 
 
 def _key_parameters(keys: Sequence[Key]) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ import click
 from decideonce_server.catalog_dir import parse_duration
 
 
-class _Duration("click.ParamType[timedelta]"):
+class _Duration(click.ParamType[timedelta]):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
@@ -22,6 +22,16 @@ class _Duration("click.ParamType[timedelta]"):
 
 
 DURATION = _Duration()
+
+_UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
+
+
+def duration_text(duration: timedelta) -> str:
+    """Write a duration as a catalog has it, in the largest unit that needs no fraction."""
+    milliseconds = round(duration / timedelta(milliseconds=1))
+    unit, size = next((unit, size) for unit, size in _UNITS_MS.items() if milliseconds % size == 0)
+    return f"{milliseconds // size}{unit}" if milliseconds else "0s"
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
 

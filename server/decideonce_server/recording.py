@@ -25,7 +25,7 @@ FAILURE_MESSAGES = {
     reasons.ERROR_REASON_POLICY_FAILED: "The policy could not decide on these facts.",
     reasons.ERROR_REASON_INVALID_RESULT: "The policy gave no valid result.",
     reasons.ERROR_REASON_ATTEMPTS_EXHAUSTED: "Every attempt that the operation allows was used up.",
-    reasons.ERROR_REASON_ATTEMPT_RELEASED: "The attempt was ended before its evaluation was.",
+    reasons.ERROR_REASON_INTERNAL: "The service had a defect.",
 }
 
 

@@ -64,10 +64,16 @@ ledger = Table(
     CheckConstraint("state <> 1 OR facts IS NOT NULL", name="facts"),
     CheckConstraint("(state IN (2, 3, 4)) = (response IS NOT NULL)", name="response"),
     CheckConstraint("octet_length(fingerprint) = 32", name="fingerprint"),
-    # Open work in the order in which it falls due.
+    # Open work in the order in which it falls due; what no worker may take is not in it.
     Index(
-        "ledger_due", "bucket", text("coalesce(lease_expires_at, retry_at)"), postgresql_where=text("state IN (1, 3)")
+        "ledger_due",
+        "tenant",
+        text("coalesce(lease_expires_at, retry_at)"),
+        postgresql_where=text("coalesce(lease_expires_at, retry_at) IS NOT NULL"),
     ),
+    # What the reaper takes next.
+    Index("ledger_replayable", "bucket", "replayable_until", postgresql_where=text("state IN (2, 4)")),
+    Index("ledger_retained", "bucket", "key_retained_until", postgresql_where=text("state = 5")),
 )
 
 outbox = Table(

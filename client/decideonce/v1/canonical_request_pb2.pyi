@@ -35,7 +35,9 @@ class CanonicalRequest(_message.Message):
     """The policy version that the caller pinned. Absent where none was."""
     @_builtins.property
     def facts(self) -> _struct_pb2.Struct:
-        """The facts: defaults filled, what is no identity left out, each spelling made one."""
+        """The facts: defaults filled, what is no identity left out, each spelling made one, and lists without an order sorted
+        by the bytes of their members.
+        """
 
     def __init__(
         self,

@@ -67,7 +67,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     with the same key. No metadata.
     """
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 17
-    """INTERNAL. A defect. Metadata: correlation_id, which the service's log has too."""
+    """INTERNAL. A defect. Metadata: correlation_id, which the service's log has too. Also a Failure, retryable: an attempt
+    ended with a defect.
+    """
     ERROR_REASON_INVALID_CATALOG: _ErrorReason.ValueType  # 18
     """INVALID_ARGUMENT with BadRequest. The catalog to apply is refused, and nothing of it was published. Metadata:
     violations (how many there are; the BadRequest may name fewer).
@@ -88,8 +90,6 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A Failure, final. The policy's result has no outcome, or is not of the form that a result must have."""
     ERROR_REASON_ATTEMPTS_EXHAUSTED: _ErrorReason.ValueType  # 25
     """A Failure, final. Every attempt that the operation allows was used up."""
-    ERROR_REASON_ATTEMPT_RELEASED: _ErrorReason.ValueType  # 26
-    """A Failure, retryable. The attempt was ended before its evaluation was, for example by a shutdown."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is why a call was refused or a decision failed. A gRPC error carries it, without its prefix, as the reason
@@ -141,7 +141,9 @@ ERROR_REASON_LEDGER_UNAVAILABLE: ErrorReason.ValueType  # 16
 with the same key. No metadata.
 """
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 17
-"""INTERNAL. A defect. Metadata: correlation_id, which the service's log has too."""
+"""INTERNAL. A defect. Metadata: correlation_id, which the service's log has too. Also a Failure, retryable: an attempt
+ended with a defect.
+"""
 ERROR_REASON_INVALID_CATALOG: ErrorReason.ValueType  # 18
 """INVALID_ARGUMENT with BadRequest. The catalog to apply is refused, and nothing of it was published. Metadata:
 violations (how many there are; the BadRequest may name fewer).
@@ -162,6 +164,4 @@ ERROR_REASON_INVALID_RESULT: ErrorReason.ValueType  # 24
 """A Failure, final. The policy's result has no outcome, or is not of the form that a result must have."""
 ERROR_REASON_ATTEMPTS_EXHAUSTED: ErrorReason.ValueType  # 25
 """A Failure, final. Every attempt that the operation allows was used up."""
-ERROR_REASON_ATTEMPT_RELEASED: ErrorReason.ValueType  # 26
-"""A Failure, retryable. The attempt was ended before its evaluation was, for example by a shutdown."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

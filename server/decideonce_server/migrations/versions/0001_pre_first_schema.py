@@ -40,7 +40,12 @@ STATEMENTS = [
         CONSTRAINT ledger_fingerprint_check CHECK (octet_length(fingerprint) = 32)
     )
     """,
-    "CREATE INDEX ledger_due ON ledger (bucket, coalesce(lease_expires_at, retry_at)) WHERE state IN (1, 3)",
+    """
+    CREATE INDEX ledger_due ON ledger (tenant, coalesce(lease_expires_at, retry_at))
+        WHERE coalesce(lease_expires_at, retry_at) IS NOT NULL
+    """,
+    "CREATE INDEX ledger_replayable ON ledger (bucket, replayable_until) WHERE state IN (2, 4)",
+    "CREATE INDEX ledger_retained ON ledger (bucket, key_retained_until) WHERE state = 5",
     f"""
     CREATE TABLE outbox (
         bucket smallint NOT NULL,

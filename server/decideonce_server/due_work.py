@@ -1,0 +1,90 @@
+"""Takes up work that is due and that no attempt holds. Two take it up: background workers and the rescuer."""
+
+import asyncio
+import contextlib
+import random
+
+import structlog
+
+from decideonce_server.attempts import Attempts
+from decideonce_server.database import LockTimeout
+from decideonce_server.decide import Decide
+from decideonce_server.errors import LedgerUnavailable
+from decideonce_server.ledger import Attempt, Ledger, Record
+from decideonce_server.reserve import Reserve
+from decideonce_server.waiting import Waiters
+
+# How many decisions one process makes at once; a policy itself is held to half of its evaluators.
+PARALLEL_MAX = 16
+# How late work that another process left is taken up.
+POLL_INTERVAL_S = 0.25
+# Processes that look at the same moment see the same work: each picks from more than it takes, so that few collide.
+CHOICE = 4
+
+log = structlog.get_logger()
+
+
+class DueWork:
+    """Decides what falls due, until cancelled."""
+
+    # Whether inline work is taken up too, once its attempt's lease is over.
+    abandoned = False
+
+    def __init__(self, ledger: Ledger, reserve: Reserve, decide: Decide, attempts: Attempts, waiters: Waiters) -> None:
+        self._ledger = ledger
+        self._reserve = reserve
+        self._decide = decide
+        self._attempts = attempts
+        self._waiters = waiters
+        self._poked = asyncio.Event()
+        self._free = PARALLEL_MAX
+
+    def poke(self) -> None:
+        """Look for work now: there is some, or room for more."""
+        self._poked.set()
+
+    async def run(self) -> None:
+        """Take up what is due, several times a second or when poked."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._poked.wait(), POLL_INTERVAL_S)
+            self._poked.clear()
+            try:
+                await self._take_up()
+            except (LedgerUnavailable, LockTimeout):
+                log.warning("due work not looked for: the ledger can't be reached", who=type(self).__name__)
+
+    async def _take_up(self) -> None:
+        if not self._free:
+            return
+        due = await self._ledger.due(PARALLEL_MAX * CHOICE, abandoned=self.abandoned)
+        if len(due) > self._free:
+            due = random.sample(due, self._free)  # nothing secret
+        for record in due:
+            await self._take_over(record)
+
+    async def _take_over(self, record: Record) -> None:
+        taken = await self._reserve.take_over(record)
+        if isinstance(taken, Attempt):
+            self._free -= 1
+            self._attempts.start(self._decide_one(taken))
+        elif taken is not None:
+            self._waiters.tell(taken)
+
+    async def _decide_one(self, attempt: Attempt) -> None:
+        try:
+            record, _ = await self._decide.decide(attempt)
+            self._waiters.tell(record)
+        finally:
+            self._free += 1
+            self.poke()
+
+
+class BackgroundWorker(DueWork):
+    """Decides background operations."""
+
+
+class Rescuer(DueWork):
+    """Takes over stale work of every kind, whether or not a caller comes back for it."""
+
+    abandoned = True

@@ -1,0 +1,77 @@
+"""One service for all tests of a module that do not disturb each other.
+
+A module that wants it has a module-scoped fixture `catalog`: its operations and policies, as `write_catalog` takes them.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+
+from conftest import connect
+from decideonce_server.embedded import EmbeddedPostgres
+from harness import Caller, ServiceProcess, make_token, url_text, write_catalog
+from stage import TENANT, LedgerView, Stage
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def flags() -> list[str]:
+    """Give the flags that a module's service has besides; a module may have its own."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def stage(
+    postgres: EmbeddedPostgres,
+    template: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    catalog: tuple[dict, dict],
+    flags: list[str],
+) -> Iterator[Stage]:
+    """Give a module's service."""
+    name = f"module_{next(_numbers)}"
+    url = postgres.url(name)
+    directory = tmp_path_factory.mktemp(name)
+
+    async def execute(statement: str) -> None:
+        admin = await connect(postgres.url("postgres"))
+        await admin.execute(statement)
+        await admin.close()
+
+    async def make() -> str:
+        await execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return await make_token(url, TENANT)
+
+    token = asyncio.run(make())
+    write_catalog(directory / "catalog", *catalog)
+    arguments = ["--database-url", url_text(url), "--catalog", str(directory / "catalog"), *flags]
+    service = ServiceProcess(directory / "service.log", arguments)
+    made = Stage(url, service, token, directory)
+    try:
+        service.wait_until_ready()
+        yield made
+    finally:
+        for process in (service, *made.others):
+            process.kill()
+        asyncio.run(execute(f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+@pytest.fixture
+async def caller(stage: Stage) -> AsyncIterator[Caller]:
+    """Give a caller of the module's service that may do everything."""
+    async with grpc.aio.insecure_channel(stage.service.address) as channel:
+        yield Caller(channel, stage.token)
+
+
+@pytest.fixture
+async def view(stage: Stage) -> AsyncIterator[LedgerView]:
+    """Give a view of what the module's service wrote."""
+    connection = await connect(stage.url)
+    try:
+        yield LedgerView(connection)
+    finally:
+        await connection.close()
