@@ -1,6 +1,6 @@
 """One service for all tests of a module that do not disturb each other.
 
-A module that wants it has a module-scoped fixture `catalog`: its operations and policies, as `write_catalog` takes them.
+A module that wants it has a module-scoped fixture `catalog`: operations and policies, as `write_catalog` takes them.
 """
 
 import asyncio
