@@ -12,7 +12,7 @@ from decideonce_server import policy_jdm, policy_python
 from decideonce_server.database import DatabaseUrl
 from decideonce_server.errors import DecideonceError
 from decideonce_server.evaluator import Evaluators
-from decideonce_server.migrate import UnknownSchema, check_schema, schema_head
+from decideonce_server.migrate import DatabaseUnreachable, UnknownSchema, check_schema, schema_head
 from decideonce_server.policy import PolicyError, PolicyVersion, content_digest
 from decideonce_server.settings import DEV_TOKEN_FILE
 
@@ -45,7 +45,7 @@ async def examine(url: DatabaseUrl | None, data_dir: Path) -> list[Finding]:
 async def _finding(check: str, look: Callable[[], Awaitable[str]]) -> Finding:
     try:
         return Finding(check, ok=True, found=await look())
-    except (DecideonceError, PolicyError, UnknownSchema, OSError) as error:
+    except (DecideonceError, PolicyError, UnknownSchema, DatabaseUnreachable, OSError) as error:
         return Finding(check, ok=False, found=str(error) or type(error).__name__)
 
 

@@ -1,15 +1,20 @@
 """Brings a database's schema to the version that this program needs, and refuses one that it doesn't know."""
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
 
+import asyncpg
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy.engine import URL
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
+
+from decideonce_server.database import CONNECT_TIMEOUT_S
 
 # An arbitrary number, the same in every process that migrates.
 ADVISORY_LOCK = 0x6465_6369_6465
@@ -17,6 +22,24 @@ ADVISORY_LOCK = 0x6465_6369_6465
 
 class UnknownSchema(Exception):
     """The database's schema is not the one that this program needs; the text says what to do."""
+
+
+class DatabaseUnreachable(Exception):
+    """No connection to the database could be made; the text says why."""
+
+
+@asynccontextmanager
+async def _connection(url: URL) -> AsyncIterator[AsyncConnection]:
+    engine = create_async_engine(url, poolclass=NullPool, connect_args={"timeout": CONNECT_TIMEOUT_S})
+    try:
+        try:
+            connection = await engine.connect()
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise DatabaseUnreachable(f"the database can't be reached: {str(error) or 'it does not answer'}") from error
+        async with aclosing(connection):
+            yield connection
+    finally:
+        await engine.dispose()
 
 
 def _config(connection: Connection | None = None) -> Config:
@@ -49,13 +72,10 @@ async def migrate(url: URL) -> str:
 
     Raises:
         UnknownSchema: the schema was made by a newer program.
+        DatabaseUnreachable: no connection could be made.
     """
-    engine = create_async_engine(url, poolclass=NullPool)
-    try:
-        async with engine.connect() as connection:
-            await connection.run_sync(_upgrade)
-    finally:
-        await engine.dispose()
+    async with _connection(url) as connection:
+        await connection.run_sync(_upgrade)
     return schema_head()
 
 
@@ -64,15 +84,10 @@ async def check_schema(url: URL) -> None:
 
     Raises:
         UnknownSchema: it has another, or none.
+        DatabaseUnreachable: no connection could be made.
     """
-    engine = create_async_engine(url, poolclass=NullPool)
-    try:
-        async with engine.connect() as connection:
-            revision = await connection.run_sync(
-                lambda sync: MigrationContext.configure(sync).get_current_revision(),
-            )
-    finally:
-        await engine.dispose()
+    async with _connection(url) as connection:
+        revision = await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
     _refuse_unknown(revision)
     if revision != schema_head():
         raise UnknownSchema(
