@@ -6,7 +6,8 @@ import os
 import signal
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from decideonce.v1.catalog_pb2_grpc import add_CatalogServiceServicer_to_server
 from decideonce.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server
 from decideonce_server.apply import Apply
 from decideonce_server.attempts import Attempts
-from decideonce_server.auth import Authenticator, AuthInterceptor, Role
+from decideonce_server.auth import Authenticator, AuthInterceptor
+from decideonce_server.auth import Role as CallerRole
 from decideonce_server.catalog_dir import read_catalog
 from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.catalog_servicer import CatalogServicer
 from decideonce_server.database import Database, DatabaseUrl, database_url
 from decideonce_server.decide import Decide
-from decideonce_server.due_work import BackgroundWorker
+from decideonce_server.due_work import BackgroundWorker, Rescuer
 from decideonce_server.embedded import EmbeddedPostgres
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.idempotency import IdempotencyInterceptor
@@ -38,15 +40,21 @@ from decideonce_server.ledger import Ledger
 from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.migrate import check_schema, migrate
+from decideonce_server.ports import reserved_port
+from decideonce_server.reaper import Reaper
 from decideonce_server.reserve import Reserve
 from decideonce_server.servicer import DecisionServicer
-from decideonce_server.settings import DEV_TOKEN_FILE, Settings, address
+from decideonce_server.settings import DEV_TOKEN_FILE, InvalidSetting, Settings, address
 from decideonce_server.status import StatusInterceptor
+from decideonce_server.stopping import SUPERVISED, Stopping
+from decideonce_server.supervisor import Role, Supervisor
 from decideonce_server.telemetry import TelemetryInterceptor
 from decideonce_server.waiting import Waiters
 from decideonce_server.wire import SERVICES
 
 DEV_TENANT = "dev"
+# On top of what draining may take: for closing connections and ending evaluators.
+STOP_SURPLUS = timedelta(seconds=10)
 
 log = structlog.get_logger()
 
@@ -115,36 +123,109 @@ def interceptors(parts: Parts) -> list[grpc.aio.ServerInterceptor]:
     ]
 
 
-def _serve_metrics(listen: str) -> None:
-    host, port = address(listen, "--metrics")
-    start_http_server(port, host)
-    metrics.set_meter_provider(MeterProvider([PrometheusMetricReader()]))
-
-
 async def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and stop.
+    """Serve with processes of their own for calls and for housekeeping, until SIGTERM or SIGINT.
 
     Raises:
-        InvalidSetting, UnknownSchema, InvalidCatalog, LedgerUnavailable: it can't begin.
+        InvalidSetting, UnknownSchema, InvalidCatalog, LedgerUnavailable, StartFailed, OSError: it can't begin.
     """
     settings.check()
-    stopping = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stopping.set)
-    if settings.metrics is not None:
-        _serve_metrics(settings.metrics)
-    given_url = None if settings.database_url is None else database_url(settings.database_url)
-    async with postgres(given_url, settings.data_dir) as url:
-        parts = assemble(url, settings)
-        async with _running(parts, settings):
-            server, port, healthy = await _start_server(parts, settings)
-            print(f"decideonce ready on {address(settings.listen, '--listen')[0]}:{port}", flush=True)  # noqa: T201  # whoever started it reads this
-            await stopping.wait()
-            log.info("stopping", drain_seconds=settings.drain.total_seconds())
-            await healthy.enter_graceful_shutdown()
-            await server.stop(settings.drain.total_seconds())
-            left = await parts.attempts.drain(settings.drain)
-            log.info("stopped", attempts_left=left)
+    stopping = Stopping()
+    given = None if settings.database_url is None else database_url(settings.database_url)
+    async with postgres(given, settings.data_dir) as url:
+        await _prepare(url, settings)
+        with reserved_port(settings.listen) as port:
+            supervisor = Supervisor(_roles(settings, port), _environment(settings, url))
+            try:
+                await supervisor.start()
+                host, _ = address(settings.listen, "--listen")
+                print(f"decideonce ready on {host}:{port}", flush=True)  # noqa: T201  # whoever started it reads this
+                await stopping.asked.wait()
+            finally:
+                supervisor.stop()
+                stopping.when_asked_again(supervisor.stop)
+                # Twice: for the calls, and for the attempts that outlive them.
+                await supervisor.wait(2 * settings.drain + STOP_SURPLUS)
+
+
+async def _prepare(url: DatabaseUrl, settings: Settings) -> None:
+    """Do once what an instance's processes then rely on."""
+    parts = assemble(url, settings)
+    try:
+        if settings.database_url is None:
+            await _make_dev_token(parts.tokens, settings.data_dir)
+        if settings.catalog is not None:
+            source = read_catalog(settings.catalog)
+            await parts.evaluators.start()
+            applied = await parts.apply.apply(source, applied_by="serve --catalog")
+            log.info("catalog applied", revision=applied.revision, changes=len(applied.changes))
+    finally:
+        await parts.evaluators.close()
+        await parts.database.close()
+
+
+def _roles(settings: Settings, port: int) -> list[Role]:
+    host, _ = address(settings.listen, "--listen")
+    roles = [Role(f"worker {i}", ("worker", "--listen", f"{host}:{port}")) for i in range(settings.workers)]
+    if settings.housekeeping:
+        roles.append(Role("housekeeping", ("housekeep",)))
+    if settings.metrics is None:
+        return roles
+    # Each process has its own; the first is where the setting says, the others follow.
+    metrics_host, first = address(settings.metrics, "--metrics")
+    return [
+        replace(r, arguments=(*r.arguments, "--metrics", f"{metrics_host}:{first + i}")) for i, r in enumerate(roles)
+    ]
+
+
+def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
+    """Hand the settings on; through the environment, which other users of the machine can't read."""
+    values = {
+        "DECIDEONCE_DATABASE_URL": url.render_as_string(hide_password=False),
+        "DECIDEONCE_TLS_CERTIFICATE": settings.tls_certificate,
+        "DECIDEONCE_TLS_KEY": settings.tls_key,
+        "DECIDEONCE_ALLOW_PLAINTEXT": "1" if settings.allow_plaintext else None,
+        "DECIDEONCE_POOL_SIZE": settings.pool_size,
+        "DECIDEONCE_EVALUATORS": settings.evaluators,
+        "DECIDEONCE_DRAIN": f"{settings.drain // timedelta(milliseconds=1)}ms",
+        SUPERVISED: "1",
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+async def work(settings: Settings) -> None:
+    """Answer calls and decide background operations, until asked to stop; one process of an instance."""
+    stopping = Stopping()
+    async with _running(settings) as parts, _loops(parts.catalog.run(), parts.worker.run()):
+        server, healthy = await _start_server(parts, settings)
+        print("decideonce worker ready", flush=True)  # noqa: T201  # the supervisor reads this
+        await stopping.asked.wait()
+        await healthy.enter_graceful_shutdown()
+        parts.waiters.give_up()
+        await stopping.unless_asked_again(server.stop(settings.drain.total_seconds()))
+        await server.stop(None)
+        await _end_attempts(parts, settings, stopping)
+
+
+async def housekeep(settings: Settings) -> None:
+    """Rescue stale work and apply retention, until asked to stop."""
+    stopping = Stopping()
+    async with _running(settings) as parts:
+        rescuer = Rescuer(parts.ledger, parts.reserve, parts.decide, parts.attempts, parts.waiters)
+        async with _loops(parts.catalog.run(), rescuer.run(), Reaper(parts.ledger).run()):
+            print("decideonce housekeeping ready", flush=True)  # noqa: T201  # the supervisor reads this
+            await stopping.asked.wait()
+        await _end_attempts(parts, settings, stopping)
+
+
+async def _end_attempts(parts: Parts, settings: Settings, stopping: Stopping) -> None:
+    """Let attempts end, as far as there is time; what is left gives its lease back, for others to take over at once."""
+    await stopping.unless_asked_again(parts.attempts.drain(settings.drain))
+    left = parts.leases.records
+    await parts.attempts.cancel()
+    if left:
+        await parts.ledger.release(left)
+    log.info("stopped", attempts_released=len(left))
 
 
 @asynccontextmanager
@@ -169,45 +250,49 @@ async def postgres(given: DatabaseUrl | None, data_dir: Path) -> AsyncIterator[D
 
 
 @asynccontextmanager
-async def _running(parts: Parts, settings: Settings) -> AsyncIterator[None]:
-    """Run what runs beside the server."""
-    loops: list[asyncio.Task[None]] = []
+async def _running(settings: Settings) -> AsyncIterator[Parts]:
+    """Give the parts of one process, started; the database is ready, as `serve` or an operator made it."""
+    if settings.metrics is not None:
+        host, port = address(settings.metrics, "--metrics")
+        start_http_server(port, host)
+        metrics.set_meter_provider(MeterProvider([PrometheusMetricReader()]))
+    if settings.database_url is None:
+        raise InvalidSetting("--database-url must be given")
+    parts = assemble(database_url(settings.database_url), settings)
     try:
         await parts.evaluators.start()
         parts.leases.start()
-        if settings.database_url is None:
-            await _make_dev_token(parts.tokens, settings.data_dir)
-        if settings.catalog is not None:
-            applied = await parts.apply.apply(read_catalog(settings.catalog), applied_by="serve --catalog")
-            log.info("catalog applied", revision=applied.revision, changes=len(applied.changes))
         await parts.catalog.refresh()
-        loops = [_forever(parts.catalog.run()), _forever(parts.worker.run())]
-        yield
+        yield parts
     finally:
-        for loop in loops:
-            loop.cancel()
-        await asyncio.gather(*loops, return_exceptions=True)
         await parts.waiters.close()
         await parts.leases.close()
         await parts.evaluators.close()
         await parts.database.close()
 
 
-def _forever(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run a loop that must not end; a defect in it ends the process, so that whoever supervises it knows."""
+@asynccontextmanager
+async def _loops(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run loops beside the block; a defect in one asks the process to stop, so that it is replaced."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("a loop ended with a defect", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    task = asyncio.create_task(work)
-    task.add_done_callback(ended)
-    return task
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    for task in tasks:
+        task.add_done_callback(ended)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start_server(parts: Parts, settings: Settings) -> tuple[grpc.aio.Server, int, health.aio.HealthServicer]:
-    server = grpc.aio.server(interceptors=interceptors(parts), options=[("grpc.so_reuseport", 0)])
+async def _start_server(parts: Parts, settings: Settings) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+    server = grpc.aio.server(interceptors=interceptors(parts), options=[("grpc.so_reuseport", 1)])
     add_DecisionServiceServicer_to_server(
         DecisionServicer(parts.decide, parts.ledger, parts.catalog, parts.waiters), server
     )
@@ -218,20 +303,20 @@ async def _start_server(parts: Parts, settings: Settings) -> tuple[grpc.aio.Serv
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     if settings.tls_certificate is not None and settings.tls_key is not None:
         pair = (settings.tls_key.read_bytes(), settings.tls_certificate.read_bytes())
-        port = server.add_secure_port(settings.listen, grpc.ssl_server_credentials([pair]))
+        server.add_secure_port(settings.listen, grpc.ssl_server_credentials([pair]))
     else:
-        port = server.add_insecure_port(settings.listen)
+        server.add_insecure_port(settings.listen)
     await server.start()
     for name in ("", *names):
         await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return server, port, healthy
+    return server, healthy
 
 
 async def _make_dev_token(tokens: TokenStore, data_dir: Path) -> None:
     """Give the embedded mode's only user a token: made once, readable by its owner alone."""
     path = data_dir / DEV_TOKEN_FILE
     known = path.read_text().strip() if path.exists() else None
-    text = await tokens.create(DEV_TENANT, [role.value for role in Role], ["*"], "embedded mode", known)
+    text = await tokens.create(DEV_TENANT, [role.value for role in CallerRole], ["*"], "embedded mode", known)
     if known is None:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

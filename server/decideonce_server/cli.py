@@ -1,28 +1,45 @@
 """The command line: what runs on this machine. What calls a service is in `cli_calls`."""
 
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import uvloop
+from rich.text import Text
 
 from decideonce.v1 import events_pb2
 from decideonce_server import app, cli_calls, console, doctor, logs
 from decideonce_server.auth import Role, is_tenant
-from decideonce_server.database import Database, DatabaseUrl, database_url
+from decideonce_server.database import Database
+from decideonce_server.database import database_url as read_url
 from decideonce_server.errors import DecideonceError, InvalidField
 from decideonce_server.ledger_tokens import TokenStore
-from decideonce_server.migrate import UnknownSchema, migrate
+from decideonce_server.migrate import DatabaseUnreachable, UnknownSchema, migrate
 from decideonce_server.options import DURATION, json_option, setting
 from decideonce_server.outbox import Outbox
 from decideonce_server.settings import InvalidSetting, Settings
+from decideonce_server.supervisor import StartFailed
 
 T = TypeVar("T")
 
 
-database_url_setting = setting("--database-url", "Postgres to use. Without it: an embedded one under --data-dir.")
+def _checked_url(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
+    try:
+        if text is not None:
+            read_url(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return text
+
+
+database_url_setting = setting(
+    "--database-url",
+    "Postgres to use. Without it: an embedded one under --data-dir.",
+    callback=_checked_url,
+)
 data_dir_setting = setting(
     "--data-dir",
     "Where the embedded Postgres keeps its data.",
@@ -31,12 +48,30 @@ data_dir_setting = setting(
 )
 
 
+def _together(*settings: Callable[..., Any]) -> Callable[..., Any]:
+    """Make one decorator of several settings, shown in their order."""
+    return lambda command: reduce(lambda made, setting_: setting_(made), reversed(settings), command)
+
+
+listen_settings = _together(
+    setting("--tls-certificate", "PEM certificate chain to serve with.", type=click.Path(path_type=Path, exists=True)),
+    setting("--tls-key", "PEM key of the certificate.", type=click.Path(path_type=Path, exists=True)),
+    setting("--allow-plaintext", "Serve without TLS on an address that isn't loopback.", is_flag=True),
+)
+process_settings = _together(
+    setting("--metrics", "Where to serve Prometheus metrics. Without it: nowhere."),
+    setting("--pool-size", "Connections to Postgres, of each process.", type=click.IntRange(1, 1000), default=10),
+    setting("--evaluators", "Evaluators of policies, of each process.", type=click.IntRange(2, 1000), default=16),
+    setting("--drain", "How long a stop waits for work that has begun.", type=DURATION, default="30s"),
+    setting("--log-level", "What to log.", default="info", type=click.Choice(["debug", "info", "warning", "error"])),
+)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("decideonce-server"), message="decideonce %(version)s")
-@setting("--log-level", "What to log.", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
-def cli(log_level: str) -> None:
+def cli() -> None:
     """Make business decisions exactly once."""
-    logs.configure(log_level)
+    logs.configure("warning")
 
 
 for command in cli_calls.COMMANDS:
@@ -47,13 +82,17 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end, and say shortly what can go wrong in an ordinary way."""
     try:
         return uvloop.run(work)
+    except InvalidSetting as error:
+        raise click.UsageError(str(error)) from None
     except InvalidField as error:
         console.fail(str(error), error.violations)
-    except (DecideonceError, InvalidSetting, UnknownSchema, ValueError) as error:
+    except (DecideonceError, UnknownSchema, DatabaseUnreachable, StartFailed, OSError) as error:
         console.fail(str(error))
     except RuntimeError as error:
         # gRPC's way of saying that it can't listen.
-        console.fail(str(error))
+        if "Failed to bind" not in str(error):
+            raise
+        console.fail(str(error).partition(";")[0], hint="is another service running there?")
 
 
 @cli.command()
@@ -61,35 +100,66 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 @database_url_setting
 @data_dir_setting
 @setting("--catalog", "A catalog to apply at start.", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@setting("--metrics", "Where to serve Prometheus metrics. Without it: nowhere.")
-@setting("--tls-certificate", "PEM certificate chain to serve with.", type=click.Path(path_type=Path, exists=True))
-@setting("--tls-key", "PEM key of the certificate.", type=click.Path(path_type=Path, exists=True))
-@setting("--allow-plaintext", "Serve without TLS on an address that isn't loopback.", is_flag=True)
-@setting("--pool-size", "Connections to Postgres.", type=click.IntRange(1, 1000), default=10)
-@setting("--evaluators", "Processes that evaluate policies, at most.", type=click.IntRange(2, 1000), default=16)
-@setting("--drain", "How long a stop waits for work that has begun.", type=DURATION, default="30s")
-def serve(**settings: Any) -> None:
-    """Serve until stopped; prints one line on stdout once it can answer."""
+@setting("--workers", "Processes that answer calls, on one port.", type=click.IntRange(1, 256), default=1)
+@setting("--housekeeping/--no-housekeeping", "Rescue stale work and apply retention here.", default=True)
+@listen_settings
+@process_settings
+def serve(*, log_level: str, **settings: Any) -> None:
+    """Serve until stopped.
+
+    Prints one line on stdout once it can answer; logs go to stderr. SIGTERM and SIGINT stop it.
+    """
+    logs.configure(log_level)
     _run(app.serve(Settings(**settings)))
 
 
+@cli.command(hidden=True)
+@setting("--listen", "Where to serve.", required=True)
+@setting("--database-url", "Postgres to use.", required=True, callback=_checked_url)
+@listen_settings
+@process_settings
+def worker(*, log_level: str, **settings: Any) -> None:
+    """Answer calls; one process of `serve`, which starts it."""
+    logs.configure(log_level)
+    _run(app.work(Settings(**settings)))
+
+
+@cli.command()
+@setting("--database-url", "Postgres to use.", required=True, callback=_checked_url)
+@process_settings
+def housekeep(*, log_level: str, **settings: Any) -> None:
+    """Rescue stale work and apply retention.
+
+    `serve` does so too, unless it is told not to. Any number may run at once.
+    """
+    logs.configure(log_level)
+    _run(app.housekeep(Settings(**settings)))
+
+
 @cli.command(name="migrate")
-@setting("--database-url", "Postgres to migrate.", required=True)
-def migrate_command(database_url: str) -> None:
-    """Bring a database's schema to what this program needs. Safe to run many times over."""
-    console.out.print(f"schema at {_run(migrate(_url(database_url)))}")
+@setting("--database-url", "Postgres to migrate.", required=True, callback=_checked_url)
+@json_option
+def migrate_command(database_url: str, *, as_json: bool) -> None:
+    """Bring a database's schema up to date.
 
-
-def _url(text: str) -> DatabaseUrl:
-    try:
-        return database_url(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--database-url") from None
+    Safe to run many times over, and from many places at once.
+    """
+    schema = _run(migrate(read_url(database_url)))
+    if as_json:
+        console.print_json({"schema": schema})
+    else:
+        click.echo(f"the schema is at {schema}")
 
 
 def _with_database(text: str | None, data_dir: Path, use: Callable[[Database], Awaitable[T]]) -> T:
+    if text is None and not data_dir.exists():
+        console.fail(
+            f"there is no embedded Postgres under {data_dir}",
+            hint="give --database-url, or the --data-dir of a service in embedded mode",
+        )
+
     async def run() -> T:
-        async with app.postgres(None if text is None else _url(text), data_dir) as url:
+        async with app.postgres(None if text is None else read_url(text), data_dir) as url:
             database = Database(url, pool_size=1)
             try:
                 return await use(database)
@@ -111,6 +181,7 @@ def token() -> None:
 @click.option("--description", default="", help="Whose it is.")
 @database_url_setting
 @data_dir_setting
+@json_option
 def token_create(
     tenant: str,
     roles: tuple[str, ...],
@@ -118,8 +189,13 @@ def token_create(
     description: str,
     database_url: str | None,
     data_dir: Path,
+    *,
+    as_json: bool,
 ) -> None:
-    """Make a token for a tenant, and print it: it can't be shown again."""
+    """Make a token for a TENANT, and print it.
+
+    It can't be shown again. Its part between the two "_" is its name, for `token revoke`.
+    """
     if not is_tenant(tenant):
         raise click.BadParameter("must be 1 to 64 characters of [A-Za-z0-9._:-]", param_hint="TENANT")
     text = _with_database(
@@ -127,7 +203,10 @@ def token_create(
         data_dir,
         lambda database: TokenStore(database).create(tenant, roles, operations, description),
     )
-    click.echo(text)
+    if as_json:
+        console.print_json({"token": text, "token_id": text.split("_")[1]})
+    else:
+        click.echo(text)
 
 
 @token.command(name="list")
@@ -135,7 +214,7 @@ def token_create(
 @data_dir_setting
 @json_option
 def token_list(database_url: str | None, data_dir: Path, *, as_json: bool) -> None:
-    """List every token, without its secret."""
+    """List every token, without the secrets."""
     tokens = _with_database(database_url, data_dir, lambda database: TokenStore(database).list())
     if as_json:
         console.print_json([console.fields_of(token) for token in tokens])
@@ -162,11 +241,18 @@ def token_list(database_url: str | None, data_dir: Path, *, as_json: bool) -> No
 @click.argument("token_id")
 @database_url_setting
 @data_dir_setting
-def token_revoke(token_id: str, database_url: str | None, data_dir: Path) -> None:
-    """Revoke a token; it is refused everywhere within a second."""
+@json_option
+def token_revoke(token_id: str, database_url: str | None, data_dir: Path, *, as_json: bool) -> None:
+    """Revoke a token.
+
+    It is refused everywhere within a second.
+    """
     if not _with_database(database_url, data_dir, lambda database: TokenStore(database).revoke(token_id)):
         console.fail(f"there is no token {token_id}, or it was revoked before")
-    console.out.print(f"revoked {token_id}")
+    if as_json:
+        console.print_json({"token_id": token_id, "revoked": True})
+    else:
+        click.echo(f"revoked {token_id}")
 
 
 @cli.group(name="outbox")
@@ -196,7 +282,7 @@ def outbox_list(limit: int, database_url: str | None, data_dir: Path, *, as_json
         empty="no events wait",
     )
     if pending > len(events):
-        console.out.print(f"and {pending - len(events)} more")
+        click.echo(f"and {pending - len(events)} more")
 
 
 def _event(payload: bytes) -> events_pb2.DecisionEvent:
@@ -210,7 +296,7 @@ def _payload(payload: bytes) -> dict[str, Any]:
 def _gist(payload: bytes) -> str:
     event = _event(payload)
     if event.HasField("effect"):
-        return " ".join(f"{name}={value}" for name, value in console.message_dict(event.effect.payload).items())
+        return console.one_line(console.message_dict(event.effect.payload))
     return event.recorded.decision.outcome or event.recorded.failure.reason
 
 
@@ -219,15 +305,18 @@ def _gist(payload: bytes) -> str:
 @data_dir_setting
 @json_option
 def doctor_command(database_url: str | None, data_dir: Path, *, as_json: bool) -> None:
-    """Check that this installation can work, and with --database-url that its database is in order."""
-    url = None if database_url is None else _url(database_url)
+    """Check this installation.
+
+    With --database-url: that database too. Changes nothing; exits with 1 where something is at fault.
+    """
+    url = None if database_url is None else read_url(database_url)
     findings = _run(doctor.examine(url, data_dir))
     if as_json:
         console.print_json([console.fields_of(finding) for finding in findings])
     else:
         console.print_table(
-            ["", "check", "found"],
-            (("[green]ok[/]" if f.ok else "[bold red]FAULT[/]", f.check, f.found) for f in findings),
+            ["result", "check", "found"],
+            ((Text("ok", "green") if f.ok else Text("FAULT", "bold red"), f.check, f.found) for f in findings),
             empty="",
         )
     if not all(finding.ok for finding in findings):

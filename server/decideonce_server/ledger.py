@@ -330,9 +330,8 @@ class Ledger:
                 )
             rest = [r for r in rest if r.decision_id not in results]
             known = await self.read([r.key for r in rest])
-            results |= {
-                r.decision_id: _own_or_known(r, record) for r, record in zip(rest, known, strict=True) if record
-            }
+            found = [(r, record) for r, record in zip(rest, known, strict=True) if record is not None]
+            results |= {r.decision_id: _own_or_known(r, record) for r, record in found}
             rest = [r for r in rest if r.decision_id not in results]
             if rest:
                 await self._database.run(FORGET, **_key_parameters([r.key for r in rest]))

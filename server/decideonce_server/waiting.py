@@ -68,6 +68,13 @@ class Waiters:
                 if record is not None:
                     self.tell(record)
 
+    def give_up(self) -> None:
+        """End every wait as if its limit had come."""
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                if not waiter.record.done():
+                    waiter.record.set_exception(TimeoutError())
+
     async def close(self) -> None:
         """Stop polling."""
         if self._poll is not None:
