@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -30,17 +31,16 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+def postgres() -> Iterator[EmbeddedPostgres]:
     """Give a PostgreSQL of this run's own."""
-    directory = tmp_path_factory.mktemp("data")
-    for folder in (directory, directory.parent, directory.parent.parent):
-        # The server runs as a user of its own where the tests run as root.
-        folder.chmod(0o755)
-    server = EmbeddedPostgres(directory)
-    try:
-        yield server
-    finally:
-        server.stop()
+    # Not under pytest's own directory: that is closed to the user whom the server runs as where the tests run as root.
+    with tempfile.TemporaryDirectory(prefix="decideonce-") as directory:
+        Path(directory).chmod(0o755)
+        server = EmbeddedPostgres(Path(directory))
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 async def connect(url: URL) -> asyncpg.Connection:

@@ -221,6 +221,6 @@ async def test_background_reservation_is_due_at_once(ledger: Ledger) -> None:
     inline = Key("acme", "op", "inline-0123456789")
     (found, _) = await ledger.reserve([reservation(background=True), reservation(inline)])
     assert isinstance(found, Record)
-    assert [record.key for record in await ledger.due(10)] == [KEY]
+    assert [record.key for record in await ledger.due(10, abandoned=False)] == [KEY]
     (attempt,) = await ledger.take_over([found], [timedelta(seconds=30)])
-    assert (attempt.record.attempt, attempt.facts, await ledger.due(10)) == (1, b'{"a":1}', [])
+    assert (attempt.record.attempt, attempt.facts, await ledger.due(10, abandoned=True)) == (1, b'{"a":1}', [])
