@@ -5,9 +5,9 @@ from datetime import UTC, datetime, timedelta
 
 import grpc
 import pytest
-from decideonce.v1 import error_reason_pb2 as reasons
 from google.rpc import code_pb2, error_details_pb2
 
+from decideonce.v1 import error_reason_pb2 as reasons
 from decideonce_server import decide, errors, recording, status
 
 TRAILERS_MAX = 8192
