@@ -50,7 +50,7 @@ from decideonce_server.stopping import SUPERVISED, Stopping
 from decideonce_server.supervisor import Role, Supervisor
 from decideonce_server.telemetry import TelemetryInterceptor
 from decideonce_server.waiting import Waiters
-from decideonce_server.wire import SERVICES
+from decideonce_server.wire import SERVICES, ParseInterceptor
 
 DEV_TENANT = "dev"
 # On top of what draining may take: for closing connections and ending evaluators.
@@ -112,6 +112,7 @@ def interceptors(parts: Parts) -> list[grpc.aio.ServerInterceptor]:
     return [
         StatusInterceptor(),  # whatever is raised below becomes a status
         TelemetryInterceptor(),  # counts refusals too
+        ParseInterceptor(),  # bytes above, messages below
         AuthInterceptor(Authenticator(parts.tokens)),  # before anything is looked up
         IdempotencyInterceptor(  # reserves for callers that may
             parts.reserve,

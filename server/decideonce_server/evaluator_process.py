@@ -10,6 +10,7 @@ main process never loads an object of a policy's classes.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -34,6 +35,9 @@ LENGTH: Final = struct.Struct("<I")
 # A result is kept for its whole retention and copied into an event, and Kafka takes 1 MiB unless told otherwise.
 RESULT_BYTES_MAX: Final = 1 << 20
 ERROR_TEXT_LENGTH_MAX: Final = 1000
+
+# Of <linux/prctl.h>.
+PR_SET_PDEATHSIG: Final = 1
 
 # An evaluator whose main process is gone ends by itself this long after the evaluation should have been killed.
 ORPHAN_MARGIN_S: Final = 1.0
@@ -82,6 +86,7 @@ def _run_evaluator_and_exit(descriptor: int) -> NoReturn:
     # Left by os._exit, whatever happens: threads that a policy started can't hold it, and the loop above isn't entered.
     status = 1
     try:
+        _end_with_parent()
         run_evaluator(socket.socket(fileno=descriptor))
         status = 0
     except ConnectionError:
@@ -90,6 +95,15 @@ def _run_evaluator_and_exit(descriptor: int) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when the fork server ends, which does when the main process does.
+
+    Where there is no prctl (outside Linux), the timer of `_end_after` ends it, later.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_evaluator(requests: socket.socket) -> None:

@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from decideonce.v1 import error_reason_pb2 as reasons
 from decideonce_server.errors import DecideonceError, InvalidField, RetryableError, Violation
 from decideonce_server.recording import reason_name
-from decideonce_server.wire import Context, Handler, Proceed, UnaryInterceptor, parse
+from decideonce_server.wire import Context, Proceed, UnaryInterceptor
 
 DOMAIN = "decideonce"
 
@@ -66,38 +66,24 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 class StatusInterceptor(UnaryInterceptor):
-    """Reads requests, writes responses, and turns errors into statuses."""
+    """Turns whatever is raised below into a status."""
 
-    def wrap(self, method: str, handler: Handler) -> Handler:
-        """Take the bytes as they come and give bytes, so that a malformed request is an answer like any other."""
-        wrapped = super().wrap(method, handler)
-        if handler.unary_unary is None:
-            return wrapped
-        deserialize, serialize = handler.request_deserializer, handler.response_serializer
-        intercepted = wrapped.unary_unary
-
-        async def answer(data: bytes, context: Context) -> bytes:
-            try:
-                response = await intercepted(parse(deserialize, data), context)
-                return response if isinstance(response, bytes) else serialize(response)
-            except grpc.aio.AbortError:
+    async def intercept(self, method: str, request: Any, context: Context, proceed: Proceed) -> Any:
+        """Hand a call on, and end it with a status where that raises."""
+        try:
+            return await proceed(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError as cancelled:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            except asyncio.CancelledError as cancelled:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
-                # Something below was cancelled and not this call: its caller must not hang.
-                error: DecideonceError = _defect(method, cancelled)
-            except DecideonceError as refusal:
-                error = refusal
-            except Exception as defect:  # noqa: BLE001  # whatever it is, its text stays here
-                error = _defect(method, defect)
-            return await _abort(context, error)
-
-        return grpc.unary_unary_rpc_method_handler(answer)
-
-    async def intercept(self, method: str, request: Any, context: Context, proceed: Proceed) -> Any:  # noqa: ARG002
-        """Hand on: what this interceptor does it does around the bytes."""
-        return await proceed(request, context)
+            # Something below was cancelled and not this call: its caller must not hang.
+            error: DecideonceError = _defect(method, cancelled)
+        except DecideonceError as refusal:
+            error = refusal
+        except Exception as defect:  # noqa: BLE001  # whatever it is, its text stays here
+            error = _defect(method, defect)
+        return await _abort(context, error)
 
 
 def _defect(method: str, defect: BaseException) -> DecideonceError:

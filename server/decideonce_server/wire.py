@@ -53,9 +53,9 @@ class UnaryInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
 
-    async def intercept(self, method: str, request: Any, context: Context, proceed: Proceed) -> Any:
+    async def intercept(self, method: str, request: Any, context: Context, proceed: Proceed) -> Any:  # noqa: ARG002
         """Handle a call; `proceed` hands it on to what lies below."""
-        raise NotImplementedError
+        return await proceed(request, context)
 
     async def intercept_service(
         self,
@@ -86,6 +86,23 @@ class UnaryInterceptor(grpc.aio.ServerInterceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+
+class ParseInterceptor(UnaryInterceptor):
+    """Reads requests and writes responses. Above it, a call has bytes, so a malformed one is counted like any other."""
+
+    def wrap(self, method: str, handler: Handler) -> Handler:  # noqa: ARG002
+        """Take over what gRPC would do with the handler's own functions."""
+        if handler.unary_unary is None:
+            return handler
+        deserialize, serialize = handler.request_deserializer, handler.response_serializer
+        proceed = handler.unary_unary
+
+        async def parsed(data: bytes, context: Context) -> bytes:
+            response = await proceed(parse(deserialize, data), context)
+            return response if isinstance(response, bytes) else serialize(response)
+
+        return grpc.unary_unary_rpc_method_handler(parsed)
 
 
 def parse(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
