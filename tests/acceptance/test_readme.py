@@ -28,7 +28,10 @@ def test_own_decision(start_service, database_url, tmp_path, monkeypatch) -> Non
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "catalog/python"))
     service = start_service("--catalog", str(ROOT / "catalog"))
     created = subprocess.run(
-        [sys.executable, "-m", "decideonce_server", "token", "create", "dev", "--role", "admin", "--role", "decide", "--database-url", url_text(database_url)],
+        [
+            *(sys.executable, "-m", "decideonce_server", "token", "create", "dev"),
+            *("--role", "admin", "--role", "decide", "--database-url", url_text(database_url)),
+        ],
         capture_output=True,
         text=True,
         check=True,

@@ -16,6 +16,8 @@ def decide(facts, decision):
         raise ValueError(f"can't decide on {facts}")
     if todo == "retry":
         raise RetryLater("the source is down")
+    if todo == "need" and not os.path.exists(facts["source"]):
+        raise RetryLater("the source is down")
     if todo == "crash":
         os._exit(137)
     if todo == "nothing":
