@@ -1,0 +1,268 @@
+"""The command line, as its users meet it."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import connect
+from decideonce_server.migrate import schema_head
+from harness import ServiceProcess, make_token, new_key, table_policy, url_text, write_catalog
+from stage import TENANT
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(sys.executable).with_name("decideonce")
+
+
+@pytest.fixture(scope="module")
+def catalog() -> tuple[dict, dict]:
+    """Give a small catalog."""
+    facts = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0}, "note": {"type": "string"}},
+        "additionalProperties": False,
+    }
+    operations = {"test.decide": {"policy": "table", "facts": facts}, "test.later": {"policy": "table"}}
+    operations["test.later"]["execution"] = "background"
+    return operations, {"table": table_policy("LOW", "HIGH")}
+
+
+def run(
+    *arguments: object, stdin: str = "", cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run the program as a user does; `environment` are DECIDEONCE_… variables by the rest of their names."""
+    variables = {f"DECIDEONCE_{name.upper()}": value for name, value in environment.items()}
+    return subprocess.run(
+        [PROGRAM, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.environ["PYTHONPATH"]} | variables,
+    )
+
+
+@pytest.fixture
+def call(stage, tmp_path):
+    """Give a function that runs a command against the module's service, as its tenant."""
+
+    def call(*arguments: object, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+        settings = {"server": stage.service.address, "token": stage.token} | environment
+        return run(*arguments, stdin=stdin, cwd=tmp_path, **settings)
+
+    return call
+
+
+def test_decide_original_replay_and_conflict(call) -> None:
+    """The same command twice is an original and a replay; with other facts it fails, and says why."""
+    key = new_key()
+    decide = ("decide", "test.decide", "--key", key)
+    assert "LOW  original" in call(*decide, "--fact", "n=0").stdout
+    assert "LOW  replayed" in call(*decide, "--fact", "n=0").stdout
+    conflict = call(*decide, "--fact", "n=1")
+    assert (1, "") == (conflict.returncode, conflict.stdout)
+    assert "OPERATION_KEY_REUSED" in conflict.stderr
+
+
+def test_decide_takes_facts_from_stdin_and_files(call, tmp_path) -> None:
+    """Facts come from stdin or a file, and single ones beside them; a key is made and told where none is given."""
+    (tmp_path / "facts.json").write_text('{"n": 1}')
+    from_file = json.loads(call("decide", "test.decide", "--facts", "facts.json", "--json").stdout)
+    from_stdin = json.loads(
+        call("decide", "test.decide", "--facts", "-", "--fact", "note=x", "--json", stdin='{"n": 0}').stdout
+    )
+    assert ["HIGH", "LOW"] == [answer["decision"]["outcome"] for answer in (from_file, from_stdin)]
+    assert from_file["operation_key"] != from_stdin["operation_key"]
+
+
+def test_refused_facts_name_field_and_rule(call) -> None:
+    """Facts that break the schema are refused with the field and the rule, and without their values."""
+    refused = call("decide", "test.decide", "--fact", "n=-77")
+    assert 1 == refused.returncode
+    assert "INVALID_FACTS" in refused.stderr
+    assert "facts/n" in refused.stderr
+    assert "77" not in refused.stderr
+
+
+def test_background_decision_is_polled(call) -> None:
+    """A background decision says that it is to come, and `status` waits for it."""
+    key = new_key()
+    assert "PROCESSING" in call("decide", "test.later", "--key", key).stdout
+    assert "HIGH" in call("status", "test.later", key, "--max-wait", "10s").stdout
+    unknown = call("status", "test.later", new_key())
+    assert (1, True) == (unknown.returncode, "DECISION_NOT_FOUND" in unknown.stderr)
+
+
+def test_apply_says_what_would_change_and_then_changes_it(call, stage) -> None:
+    """A dry run says what an apply changes, and changes nothing; the apply says the same; then nothing changes."""
+    operations = {"test.decide": {"policy": "table", "facts": {"type": "object"}}, "test.new": {"policy": "table"}}
+    operations["test.later"] = {"policy": "table", "execution": "background"}
+    write_catalog(stage.directory / "next", operations, {"table": table_policy("LOW", "HIGH", "TOP")})
+    dry_run = call("apply", stage.directory / "next", "--dry-run")
+    assert 0 == dry_run.returncode, dry_run.stderr
+    lines = [line.split() for line in dry_run.stdout.splitlines()]
+    assert ["changed", "policy", "table", "1", "→", "2"] in lines
+    assert ["changed", "operation", "test.decide", "1", "→", "2", "facts_schema"] in lines
+    assert ["added", "operation", "test.new", "1"] in lines
+    revision = json.loads(call("apply", stage.directory / "catalog", "--dry-run", "--json").stdout)["revision"]
+    applied = json.loads(call("apply", stage.directory / "next", "--json").stdout)
+    assert int(revision) + 1 == int(applied["revision"])
+    assert "nothing" in call("apply", stage.directory / "next").stdout
+    assert 0 == call("apply", stage.directory / "catalog").returncode
+
+
+def test_apply_refuses_a_broken_catalog_whole(call, tmp_path) -> None:
+    """Every fault of a catalog is named, with its file, and nothing of it is published."""
+    directory = write_catalog(tmp_path / "broken", {"test.decide": {"policy": "absent", "lease": "9h"}}, {})
+    refused = call("apply", directory)
+    assert 1 == refused.returncode
+    assert "operations/test.decide.yaml" in refused.stderr
+    assert "lease" in refused.stderr
+
+
+def test_what_is_published_can_be_read(call) -> None:
+    """Operations and policies can be shown, listed and compared."""
+    assert "[A-Za-z0-9._~:-]{16,128}" in call("operation", "show", "test.decide").stdout
+    assert "table" in call("policy", "list").stdout
+    versions = json.loads(call("policy", "list", "table", "--json").stdout)
+    assert [1] == [version["version"] for version in versions if version.get("active")]
+    assert '"hitPolicy": "first"' in call("policy", "show", "table").stdout
+    assert "no difference" in call("policy", "diff", "table", "1", "1").stdout
+
+
+def test_tokens_take_effect(call, stage) -> None:
+    """A new token works, its list has no secret, and a revoked one is refused."""
+    database = ("--database-url", url_text(stage.url))
+    text = call("token", "create", "other", "--role", "decide", "--operation", "test.*", *database).stdout.strip()
+    assert 0 == call("decide", "test.decide", "--fact", "n=0", token=text).returncode
+    denied = call("apply", stage.directory / "catalog", token=text)
+    assert (1, True) == (denied.returncode, "PERMISSION_DENIED" in denied.stderr)
+    listed = json.loads(call("token", "list", "--json", *database).stdout)
+    (token_id,) = (token["token_id"] for token in listed if token["tenant"] == "other")
+    assert text.split("_")[2] not in json.dumps(listed)
+    assert 0 == call("token", "revoke", token_id, *database).returncode
+    assert 1 == call("token", "revoke", token_id, *database).returncode
+    for _ in range(100):
+        refused = call("decide", "test.decide", "--fact", "n=0", token=text)
+        if refused.returncode:
+            break
+    assert "UNAUTHENTICATED" in refused.stderr
+
+
+def test_callers_are_told_what_is_missing(call, stage) -> None:
+    """Without a token, with a wrong one, and where nobody serves, the error says so in one line."""
+    no_token = call("decide", "test.decide", token="")
+    wrong = call("decide", "test.decide", token="do_x_y")
+    nobody = call("decide", "test.decide", server="127.0.0.1:1")
+    assert [1, 1, 1] == [ran.returncode for ran in (no_token, wrong, nobody)]
+    assert "UNAUTHENTICATED" in no_token.stderr
+    assert "UNAUTHENTICATED" in wrong.stderr
+    assert "127.0.0.1:1" in nobody.stderr
+    assert all("Traceback" not in ran.stderr for ran in (no_token, wrong, nobody))
+
+
+def test_usage_errors_exit_with_2(call) -> None:
+    """What the command line can't read exits with 2."""
+    for arguments in (("decide",), ("status", "test.decide", "short"), ("serve", "--drain", "soon"), ("nothing",)):
+        assert 2 == call(*arguments).returncode, arguments
+
+
+def test_outbox_list_and_doctor(call, stage) -> None:
+    """The events that wait can be listed, and a database that is in order passes the doctor."""
+    call("decide", "test.decide", "--fact", "n=0")
+    database = ("--database-url", url_text(stage.url))
+    listed = json.loads(call("outbox", "list", "--json", *database).stdout)
+    assert {"decideonce.decision.v1"} == {event["type"] for event in listed["events"]}
+    assert 0 == call("doctor", *database).returncode
+    assert 0 == call("doctor").returncode
+
+
+def test_doctor_finds_a_database_without_schema(call, postgres) -> None:
+    """A database that was never migrated doesn't pass."""
+    examined = call("doctor", "--json", "--database-url", url_text(postgres.url("postgres")))
+    assert 1 == examined.returncode
+    assert [False] == [finding["ok"] for finding in json.loads(examined.stdout) if "schema" in finding["check"]]
+
+
+def test_health(call) -> None:
+    """`health` tells by its exit code whether a service is serving."""
+    assert 0 == call("health").returncode
+    assert 1 == call("health", server="127.0.0.1:1").returncode
+
+
+async def test_migrate_and_serve(postgres, tmp_path) -> None:
+    """An empty database is refused until it is migrated, which may be done twice; an unknown schema is refused too."""
+    name = f"empty_{os.getpid()}"
+    admin = await connect(postgres.url("postgres"))
+    await admin.execute(f"CREATE DATABASE {name}")
+    url = postgres.url(name)
+    serve = ("serve", "--listen", "127.0.0.1:0", "--database-url", url_text(url))
+    refused = run(*serve)
+    assert (1, "") == (refused.returncode, refused.stdout)
+    assert "decideonce migrate" in refused.stderr
+    for _ in range(2):
+        assert schema_head() in run("migrate", "--database-url", url_text(url)).stdout
+    database = await connect(url)
+    await database.execute("UPDATE alembic_version SET version_num = '9999_pre'")
+    refused = run(*serve)
+    assert 1 == refused.returncode
+    assert "9999_pre" in refused.stderr
+    await database.close()
+    await admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
+    await admin.close()
+
+
+def test_plaintext_is_for_loopback(database_url) -> None:
+    """Another address than loopback needs TLS or an explicit word."""
+    refused = run("serve", "--listen", "0.0.0.0:0", "--database-url", url_text(database_url))
+    assert 2 == refused.returncode
+    assert "--allow-plaintext" in refused.stderr
+
+
+def test_port_that_is_taken_is_refused(stage, database_url) -> None:
+    """A port where somebody listens is not shared with them."""
+    refused = run("serve", "--listen", stage.service.address, "--database-url", url_text(database_url))
+    assert 1 == refused.returncode
+    assert stage.service.address in refused.stderr
+
+
+@pytest.fixture
+def data() -> Iterator[Path]:
+    """Give a directory that the embedded Postgres can reach: under root it runs as a user of its own."""
+    with tempfile.TemporaryDirectory(prefix="decideonce-") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory, "data")
+
+
+def test_embedded_data_survive_a_restart(tmp_path, data) -> None:
+    """In embedded mode data and token survive a restart; the token is readable by its owner alone."""
+    catalog = write_catalog(tmp_path / "catalog", {"test.decide": {"policy": "table"}}, {"table": table_policy("ONE")})
+    key = new_key()
+    outputs = []
+    for start in range(2):
+        service = ServiceProcess(tmp_path / f"{start}.log", ["--data-dir", str(data), "--catalog", str(catalog)])
+        try:
+            address = service.wait_until_ready()
+            decide = ("decide", "test.decide", "--key", key, "--data-dir", data)
+            outputs.append(run(*decide, server=address).stdout)
+            assert 0 == service.stop()
+        finally:
+            service.kill()
+    assert 0o600 == stat.S_IMODE((data / "dev-token").stat().st_mode)
+    assert ["original", "replayed"] == [re.search("original|replayed", output)[0] for output in outputs]
+
+
+async def test_a_tenant_sees_its_own_only(call, stage) -> None:
+    """A key of one tenant doesn't exist for another."""
+    key = new_key()
+    call("decide", "test.decide", "--key", key, "--fact", "n=0")
+    other = await make_token(stage.url, f"not-{TENANT}")
+    assert "DECISION_NOT_FOUND" in call("status", "test.decide", key, token=other).stderr
