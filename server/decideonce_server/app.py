@@ -39,6 +39,7 @@ from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Ledger
 from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.ledger_tokens import TokenStore
+from decideonce_server.limits import Limits
 from decideonce_server.migrate import check_schema, migrate
 from decideonce_server.ports import reserved_port
 from decideonce_server.reaper import Reaper
@@ -87,9 +88,13 @@ def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
     ledger = Ledger(database)
     attempts = Attempts()
     waiters = Waiters(ledger)
-    reserve = Reserve(ledger, catalog)
+    limits = Limits(
+        attempts_max=settings.attempts_max,
+        mismatches_per_minute=settings.mismatches_per_minute,
+    )
+    reserve = Reserve(ledger, catalog, limits)
     leases = LeaseKeeper(Database(url, pool_size=1))
-    decide = Decide(ledger, catalog, evaluators, leases)
+    decide = Decide(ledger, catalog, evaluators, leases, limits)
     return Parts(
         database=database,
         evaluators=evaluators,
@@ -188,6 +193,8 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
         "DECIDEONCE_ALLOW_PLAINTEXT": "1" if settings.allow_plaintext else None,
         "DECIDEONCE_POOL_SIZE": settings.pool_size,
         "DECIDEONCE_EVALUATORS": settings.evaluators,
+        "DECIDEONCE_ATTEMPTS_MAX": settings.attempts_max,
+        "DECIDEONCE_MISMATCHES_PER_MINUTE": settings.mismatches_per_minute,
         "DECIDEONCE_DRAIN": f"{settings.drain // timedelta(milliseconds=1)}ms",
         SUPERVISED: "1",
     }

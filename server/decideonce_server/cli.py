@@ -62,6 +62,13 @@ process_settings = _together(
     setting("--metrics", "Where to serve Prometheus metrics. Without it: nowhere."),
     setting("--pool-size", "Connections to Postgres, of each process.", type=click.IntRange(1, 1000), default=10),
     setting("--evaluators", "Evaluators of policies, of each process.", type=click.IntRange(2, 1000), default=16),
+    setting("--attempts-max", "Attempts of a process at once; more are shed.", type=click.IntRange(1), default=1000),
+    setting(
+        "--mismatches-per-minute",
+        "Keys that a tenant may reuse for something else, at each process.",
+        type=click.IntRange(1),
+        default=600,
+    ),
     setting("--drain", "How long a stop waits for work that has begun.", type=DURATION, default="30s"),
     setting("--log-level", "What to log.", default="info", type=click.Choice(["debug", "info", "warning", "error"])),
 )

@@ -16,6 +16,7 @@ from decideonce_server.errors import DecisionNotFound, LedgerUnavailable, utc_te
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Attempt, Completion, Ledger, Record
+from decideonce_server.limits import Limits
 from decideonce_server.policy import (
     Evaluation,
     InvalidResult,
@@ -55,9 +56,11 @@ class Decide:
         catalog: CatalogReader,
         evaluators: Evaluators,
         leases: LeaseKeeper,
+        limits: Limits,
     ) -> None:
         self._ledger = ledger
         self._leases = leases
+        self._limits = limits
         self._catalog = catalog
         self._evaluators = evaluators
         self._stale_completions = metrics.get_meter("decideonce").create_counter(
@@ -79,7 +82,7 @@ class Decide:
         operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
         policy = await self._catalog.policy_version(record.policy_id, record.policy_version)
         contract = operation.contract
-        with self._leases.renewing(record, contract.lease, contract.time_budget):
+        with self._limits.attempt(), self._leases.renewing(record, contract.lease, contract.time_budget):
             try:
                 end = await self._evaluate(attempt, contract, policy)
                 completed = await self._complete(completion(attempt, contract, policy, end), contract.lease)

@@ -24,6 +24,7 @@ from decideonce_server.errors import (
 from decideonce_server.facts import AcceptedFacts
 from decideonce_server.fingerprint import FINGERPRINT_VERSION, fingerprint
 from decideonce_server.ledger import Attempt, Key, Ledger, Record, Reservation, State
+from decideonce_server.limits import Limits
 from decideonce_server.policy import PolicyVersion
 from decideonce_server.recording import ATTEMPTS_EXHAUSTED, completion
 
@@ -40,9 +41,10 @@ class DecisionRequest:
 class Reserve:
     """Reserves keys."""
 
-    def __init__(self, ledger: Ledger, catalog: CatalogReader) -> None:
+    def __init__(self, ledger: Ledger, catalog: CatalogReader, limits: Limits) -> None:
         self._ledger = ledger
         self._catalog = catalog
+        self._limits = limits
 
     async def reserve(self, request: DecisionRequest) -> Attempt | Record:
         """Begin an attempt at this request, or find the record of an earlier one.
@@ -52,9 +54,11 @@ class Reserve:
             OperationKeyExpired: the record is past its retention.
             InvalidFacts, OperationNotFound, NoActivePolicy, PolicyVersionNotFound: the key is new, and today's catalog
                 refuses the request; nothing was written.
+            Overloaded: it would be new work, and this process has as much as it takes on; nothing was written.
+            MismatchRateLimited: another request is recorded under this key, and the tenant has had too many of those.
             LedgerUnavailable, LockTimeout: see Ledger.
         """
-        reservation = await self._judge(request)
+        reservation = self._limits.new_work() or await self._judge(request)
         while True:
             found = await self._reserve_or_read(request.key, reservation)
             if isinstance(found, Attempt):
@@ -64,6 +68,8 @@ class Reserve:
                 raise OperationKeyExpired(str(found.decision_id), found.replayable_until, found.key_retained_until)
             if found.background or not (found.is_abandoned or found.state is State.FAILED_RETRYABLE):
                 return found
+            if overloaded := self._limits.new_work():
+                raise overloaded
             next_attempt = await self.take_over(found)
             if next_attempt is not None:
                 return next_attempt
@@ -97,10 +103,12 @@ class Reserve:
         operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
         try:
             accepted = operation.schema.accept(request.facts)
+            digest = fingerprint(record.key.operation, request.policy_version, accepted.identity)
         except InvalidFacts:
             # The recorded request satisfied this schema, so this one is another.
-            raise OperationKeyReused from None
-        if fingerprint(record.key.operation, request.policy_version, accepted.identity) != record.fingerprint:
+            digest = None
+        if digest != record.fingerprint:
+            self._limits.mismatch(record.key.tenant)
             raise OperationKeyReused
 
     async def take_over(self, record: Record) -> Attempt | Record | None:

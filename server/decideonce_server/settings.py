@@ -27,6 +27,8 @@ class Settings:
     allow_plaintext: bool = False
     pool_size: int = 10
     evaluators: int = 16
+    attempts_max: int = 1000
+    mismatches_per_minute: int = 600
     workers: int = 1
     housekeeping: bool = True
     drain: timedelta = timedelta(seconds=30)
