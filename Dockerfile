@@ -14,6 +14,9 @@ COPY --from=build /opt/decideonce /opt/decideonce
 ENV PATH=/opt/decideonce/bin:$PATH DECIDEONCE_LISTEN=0.0.0.0:50051 DECIDEONCE_DATA_DIR=/var/lib/decideonce
 RUN useradd --system --home-dir /var/lib/decideonce --create-home decideonce && decideonce --version
 USER decideonce
+# Beyond loopback it serves with TLS (DECIDEONCE_TLS_CERTIFICATE, DECIDEONCE_TLS_KEY), or without where
+# DECIDEONCE_ALLOW_PLAINTEXT=1 says so. With TLS the health check needs DECIDEONCE_TLS_CA and a DECIDEONCE_SERVER that
+# the certificate names.
 EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=3s CMD ["decideonce", "health"]
 ENTRYPOINT ["decideonce"]

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TextIO, cast
 
 import click
 
@@ -31,8 +32,8 @@ class Unexpected(Exception):
 
 
 @contextmanager
-def service(listen: str, data_dir: Path) -> Iterator[str]:
-    """Serve the example catalog, and give the address; its log is DATA_DIR/serve.log."""
+def service(listen: str, data_dir: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Serve the example catalog, and give the address and the process; its log is DATA_DIR/serve.log."""
     data_dir.mkdir(exist_ok=True)
     log = data_dir / "serve.log"
     with log.open("w") as stderr:
@@ -43,15 +44,16 @@ def service(listen: str, data_dir: Path) -> Iterator[str]:
             text=True,
             process_group=0,  # Ctrl-C reaches it once, through us
         )
+    output = cast("TextIO", process.stdout)
     try:
-        readable = select.select([process.stdout], [], [], READY_WITHIN_S)[0]
-        line = process.stdout.readline() if readable and process.stdout else ""
+        line = output.readline() if select.select([output], [], [], READY_WITHIN_S)[0] else ""
         if not line:
             raise Unexpected(f"the service did not start:\n{log.read_text()}")
-        yield line.split()[-1]
+        yield line.split()[-1], process
     finally:
         process.terminate()
         exit_code = process.wait(STOPPED_WITHIN_S)
+        output.close()
     if exit_code:
         raise Unexpected(f"the service ended with exit code {exit_code}:\n{log.read_text()}")
 
@@ -179,7 +181,7 @@ def show_commands_to_try() -> None:
 def run(listen: str, data_dir: Path, *, keep_serving: bool) -> None:
     """Serve, show, and go on serving if asked."""
     say("Starting decideonce on a PostgreSQL of its own, with the example catalog.")
-    with service(listen, data_dir) as address:
+    with service(listen, data_dir) as (address, process):
         environment = {"DECIDEONCE_SERVER": address, "DECIDEONCE_DATA_DIR": str(data_dir)}
         os.environ |= environment
         if keep_serving:
@@ -190,7 +192,8 @@ def run(listen: str, data_dir: Path, *, keep_serving: bool) -> None:
             show()
         if keep_serving:
             show_commands_to_try()
-            signal.pause()
+            process.wait()
+            raise Unexpected(f"the service stopped by itself; see {data_dir}/serve.log")
     say("Everything was as it should be.")
 
 

@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from conftest import connect
+from decideonce_server.cli import cli
 from decideonce_server.migrate import schema_head
 from harness import ServiceProcess, make_token, new_key, table_policy, url_text, write_catalog
 from stage import TENANT
@@ -83,6 +85,15 @@ def test_decide_takes_facts_from_stdin_and_files(call, tmp_path) -> None:
     assert from_file["operation_key"] != from_stdin["operation_key"]
 
 
+def test_a_dotted_fact_goes_into_an_object(call) -> None:
+    """`--fact a.b=1` sets b within a; where a is no object it is a usage error."""
+    key = new_key()
+    first = call("decide", "test.later", "--key", key, "--facts", "-", stdin='{"loan": {"amount": 5, "term": 12}}')
+    same = call("decide", "test.later", "--key", key, "--fact", "loan.amount=5", "--fact", "loan.term=12")
+    assert [0, 0] == [first.returncode, same.returncode], same.stderr
+    assert 2 == call("decide", "test.later", "--fact", "loan=5", "--fact", "loan.term=12").returncode
+
+
 def test_refused_facts_name_field_and_rule(call) -> None:
     """Facts that break the schema are refused with the field and the rule, and without their values."""
     refused = call("decide", "test.decide", "--fact", "n=-77")
@@ -90,6 +101,18 @@ def test_refused_facts_name_field_and_rule(call) -> None:
     assert "INVALID_FACTS" in refused.stderr
     assert "facts/n" in refused.stderr
     assert "77" not in refused.stderr
+
+
+def test_errors_are_json_for_machines(call) -> None:
+    """With --json an error is JSON on stdout: reason, message, metadata and fields."""
+    refused = call("decide", "test.decide", "--fact", "n=-77", "--json")
+    assert (1, "") == (refused.returncode, refused.stderr)
+    error = json.loads(refused.stdout)["error"]
+    assert {"reason", "message", "metadata", "fields"} == set(error)
+    assert "INVALID_FACTS" == error["reason"]
+    assert ["facts/n"] == [field["field"] for field in error["fields"]]
+    nobody = call("health", "--json", server="127.0.0.1:1")
+    assert "UNAVAILABLE" == json.loads(nobody.stdout)["error"]["reason"]
 
 
 def test_background_decision_is_polled(call) -> None:
@@ -138,10 +161,28 @@ def test_what_is_published_can_be_read(call) -> None:
     assert "no difference" in call("policy", "diff", "table", "1", "1").stdout
 
 
+def test_versions_of_a_policy_can_be_compared(call, stage, tmp_path) -> None:
+    """The difference between two versions is shown line by line, as text and as JSON."""
+    operations = {"test.decide": {"policy": "table"}, "test.later": {"policy": "table", "execution": "background"}}
+    before = json.loads(call("policy", "list", "table", "--json").stdout)[0]["version"]
+    write_catalog(tmp_path / "next", operations, {"table": table_policy("LOW", "COMPARED")})
+    assert 0 == call("apply", tmp_path / "next").returncode
+    after = json.loads(call("policy", "list", "table", "--json").stdout)[0]["version"]
+    assert 0 == call("apply", stage.directory / "catalog").returncode
+    assert before < after
+    diff = call("policy", "diff", "table", before, after).stdout
+    assert re.search(r"^-.*HIGH", diff, re.MULTILINE)
+    assert re.search(r"^\+.*COMPARED", diff, re.MULTILINE)
+    as_json = json.loads(call("policy", "diff", "table", before, after, "--json").stdout)
+    assert (before, after, diff.splitlines()) == (as_json["old_version"], as_json["new_version"], as_json["diff"])
+
+
 def test_tokens_take_effect(call, stage) -> None:
     """A new token works, its list has no secret, and a revoked one is refused."""
     database = ("--database-url", url_text(stage.url))
     text = call("token", "create", "other", "--role", "decide", "--operation", "test.*", *database).stdout.strip()
+    as_json = json.loads(call("token", "create", "third", "--role", "read", "--json", *database).stdout)
+    assert f"do_{as_json['token_id']}_" == as_json["token"][: len(as_json["token_id"]) + 4]
     assert 0 == call("decide", "test.decide", "--fact", "n=0", token=text).returncode
     denied = call("apply", stage.directory / "catalog", token=text)
     assert (1, True) == (denied.returncode, "PERMISSION_DENIED" in denied.stderr)
@@ -164,9 +205,63 @@ def test_callers_are_told_what_is_missing(call, stage) -> None:
     nobody = call("decide", "test.decide", server="127.0.0.1:1")
     assert [1, 1, 1] == [ran.returncode for ran in (no_token, wrong, nobody)]
     assert "UNAUTHENTICATED" in no_token.stderr
+    assert "DECIDEONCE_TOKEN" in no_token.stderr
     assert "UNAUTHENTICATED" in wrong.stderr
+    assert "not valid" in wrong.stderr
     assert "127.0.0.1:1" in nobody.stderr
+    assert "decideonce serve" in nobody.stderr
     assert all("Traceback" not in ran.stderr for ran in (no_token, wrong, nobody))
+
+
+def test_a_wait_longer_than_any_is_granted(call) -> None:
+    """A wait beyond what gRPC can count is cut, not taken for no time at all."""
+    key = new_key()
+    call("decide", "test.decide", "--key", key, "--fact", "n=0")
+    assert "LOW" in call("status", "test.decide", key, "--max-wait", "99999d").stdout
+
+
+@pytest.mark.parametrize("command", [("serve",), ("migrate",), ("token", "list"), ("doctor",)])
+def test_a_database_that_cannot_be_reached_is_said_shortly(call, command: tuple[str, ...]) -> None:
+    """Where Postgres doesn't answer a command says so, and exits with 1."""
+    failed = call(*command, "--database-url", "postgresql://nobody@127.0.0.1:1/nothing")
+    assert 1 == failed.returncode
+    assert "can't be reached" in failed.stdout + failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_no_embedded_postgres_is_made_by_a_look(call, tmp_path) -> None:
+    """Listing where no embedded Postgres is doesn't make one."""
+    for command in (("token", "list"), ("outbox", "list")):
+        failed = call(*command, "--data-dir", tmp_path / "absent")
+        assert (1, True) == (failed.returncode, "--database-url" in failed.stderr)
+    assert not (tmp_path / "absent").exists()
+
+
+def leaf_commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from leaf_commands(command, *path, name)
+        else:
+            yield (*path, name)
+
+
+def parameters(path: tuple[str, ...]) -> dict[str, click.Parameter]:
+    command = cli
+    for name in path:
+        command = command.commands[name]
+    return {parameter.name: parameter for parameter in command.params}
+
+
+@pytest.mark.parametrize("path", list(leaf_commands(cli)), ids=" ".join)
+def test_settings_are_flags_and_variables(path: tuple[str, ...]) -> None:
+    """Every setting of what runs is a flag and a variable of the same name, and whatever answers can answer in JSON."""
+    found = parameters(path)
+    if path in (("serve",), ("worker",), ("housekeep",)):
+        assert {name: f"DECIDEONCE_{name.upper()}" for name in found} == {n: p.envvar for n, p in found.items()}
+    else:
+        assert "as_json" in found
+    for shared in {"database_url", "data_dir", "server", "token", "tls_ca"} & set(found):
+        assert f"DECIDEONCE_{shared.upper()}" == found[shared].envvar
 
 
 def test_usage_errors_exit_with_2(call) -> None:
@@ -209,7 +304,8 @@ async def test_migrate_and_serve(postgres, tmp_path) -> None:
     assert (1, "") == (refused.returncode, refused.stdout)
     assert "decideonce migrate" in refused.stderr
     for _ in range(2):
-        assert schema_head() in run("migrate", "--database-url", url_text(url)).stdout
+        migrated = run("migrate", "--json", database_url=url_text(url))
+        assert {"schema": schema_head()} == json.loads(migrated.stdout), migrated.stderr
     database = await connect(url)
     await database.execute("UPDATE alembic_version SET version_num = '9999_pre'")
     refused = run(*serve)
@@ -254,6 +350,8 @@ def test_embedded_data_survive_a_restart(tmp_path, data) -> None:
             decide = ("decide", "test.decide", "--key", key, "--data-dir", data)
             outputs.append(run(*decide, server=address).stdout)
             assert 0 == service.stop()
+            # The line that said that it is ready was the only one.
+            assert "" == service.process.stdout.read()
         finally:
             service.kill()
     assert 0o600 == stat.S_IMODE((data / "dev-token").stat().st_mode)
