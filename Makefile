@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test check generate lock clean
+.PHONY: help setup run demo test check chaos generate lock clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -29,6 +29,9 @@ demo: setup ## the same, then stop
 
 test: setup ## all tests, on a PostgreSQL of their own
 	$(BIN)/pytest -n 2 --dist worksteal
+
+chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=10] [SEED=…]
+	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stubs
 	$(BIN)/ruff format --check .

@@ -1,0 +1,144 @@
+"""Faults, at random times that a seed makes the same again."""
+
+import asyncio
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import grpc
+
+from chaos.deployment import Deployment, Instance, send_signal
+from chaos.history import Fault, History
+from chaos.proxy import Cut
+from decideonce.v1.catalog_pb2_grpc import CatalogServiceStub
+from decideonce_server.catalog_dir import read_catalog
+from decideonce_server.catalog_wire import request_of
+
+# Longer than every lease of the chaos catalog.
+PAUSE_S = 3.0
+BLACK_HOLE_S = 3.0
+CUT_WITHIN_S = 3.0
+
+
+class Nemesis:
+    """Injects one fault after the other, and heals it."""
+
+    def __init__(self, deployment: Deployment, history: History, now: Callable[[], float], seed: int) -> None:
+        self._deployment = deployment
+        self._history = history
+        self._now = now
+        self._random = random.Random(seed)
+        self._next_outcome = "TWO"
+        self.kinds: dict[str, Callable[[Instance], Awaitable[None]]] = {
+            "worker killed": self._kill_worker,
+            "instance killed": self._kill_instance,
+            "housekeeping killed": self._kill_housekeeping,
+            "worker paused": self._pause_worker,
+            "cut before commit": self._cut_before,
+            "cut after commit": self._cut_after,
+            "connections cut": self._cut_all,
+            "black hole": self._black_hole,
+            "postgres restarted": self._restart_postgres,
+            "failover": self._fail_over,
+            "clock changed": self._change_clock,
+            "catalog applied": self._apply,
+        }
+        # Those that keep the deployment busy for long stand once, the others more often.
+        self._often = [
+            "worker killed",
+            "housekeeping killed",
+            "cut before commit",
+            "cut after commit",
+            "connections cut",
+        ]
+        self._often += ["catalog applied", "cut before commit", "cut after commit", "worker paused"]
+
+    async def run(self, until: float, pause: float) -> None:
+        """Go through all kinds in a random order, again and again, until a time of the history."""
+        while True:
+            round_ = [*self.kinds, *self._often]
+            self._random.shuffle(round_)
+            for kind in round_:
+                await asyncio.sleep(self._random.uniform(0.5, 1.5) * pause)
+                if self._now() > until:
+                    return
+                await self.inject(kind)
+
+    async def inject(self, kind: str) -> None:
+        """Inject one fault somewhere, and heal it."""
+        name = self._random.choice(sorted(self._deployment.instances))
+        fault = Fault(kind, name, self._now())
+        self._history.faults.append(fault)
+        await self.kinds[kind](self._deployment.instances[name])
+        fault.ended = self._now()
+
+    async def _kill(self, instance: Instance, role: str) -> None:
+        pids = await asyncio.to_thread(instance.pids, role)
+        if pids:
+            send_signal(self._random.choice(sorted(pids)), signal.SIGKILL)
+
+    async def _kill_worker(self, instance: Instance) -> None:
+        await self._kill(instance, "worker")
+
+    async def _kill_housekeeping(self, instance: Instance) -> None:
+        await self._kill(instance, "housekeep")
+
+    async def _kill_instance(self, instance: Instance) -> None:
+        await instance.kill()
+        await instance.start()
+
+    async def _pause_worker(self, instance: Instance) -> None:
+        pids = await asyncio.to_thread(instance.pids, "worker")
+        if pids:
+            pid = self._random.choice(sorted(pids))
+            send_signal(pid, signal.SIGSTOP)
+            await asyncio.sleep(PAUSE_S)
+            send_signal(pid, signal.SIGCONT)
+
+    async def _cut(self, instance: Instance, *, after: bool) -> None:
+        proxy = self._deployment.proxies[instance.name]
+        proxy.cut = Cut(self._random.choice(["reserve", "complete", "complete", "take_over"]), after)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(proxy.cut.made.wait(), CUT_WITHIN_S)
+        proxy.cut = None
+
+    async def _cut_before(self, instance: Instance) -> None:
+        await self._cut(instance, after=False)
+
+    async def _cut_after(self, instance: Instance) -> None:
+        await self._cut(instance, after=True)
+
+    async def _cut_all(self, instance: Instance) -> None:
+        self._deployment.proxies[instance.name].cut_all()
+
+    async def _black_hole(self, instance: Instance) -> None:
+        proxy = self._deployment.proxies[instance.name]
+        proxy.black_hole()
+        await asyncio.sleep(BLACK_HOLE_S)
+        proxy.let_pass()
+
+    async def _restart_postgres(self, _instance: Instance) -> None:
+        await self._deployment.cluster.restart()
+
+    async def _fail_over(self, _instance: Instance) -> None:
+        await self._deployment.cluster.fail_over()
+        # What was connected to the old primary is gone with it.
+        for proxy in self._deployment.proxies.values():
+            proxy.cut_all()
+        await self._deployment.cluster.add_standby()
+
+    async def _change_clock(self, _instance: Instance) -> None:
+        instance = self._deployment.instances["b"]
+        instance.clock_offset_s = -instance.clock_offset_s
+        await instance.kill()
+        await instance.start()
+
+    async def _apply(self, instance: Instance) -> None:
+        source = read_catalog(self._deployment.catalogs[self._next_outcome])
+        token = next(iter(self._deployment.tokens.values()))
+        with suppress(grpc.RpcError, grpc.aio.UsageError):
+            await CatalogServiceStub(instance.channel).ApplyCatalog(
+                request_of(source, dry_run=False), metadata=[("authorization", f"Bearer {token}")], timeout=10
+            )
+            self._next_outcome = "ONE" if self._next_outcome == "TWO" else "TWO"

@@ -1,0 +1,173 @@
+"""The checker can fail: each planted defect is reported, and the same scenario without it is clean."""
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import asyncpg
+import pytest
+
+from chaos.checker import Expectations, check
+from chaos.deployment import Deployment, Instance, send_signal
+from chaos.history import Call, Fault, History, Result
+from chaos.run import read_rows
+from chaos.workload import Run, Workload
+from harness import make_token, new_key, url_text, write_catalog
+
+OPERATION = "chaos.once"
+CHANCE = random.Random(0)
+
+
+@dataclass
+class Scene:
+    """One or two instances, and what is recorded of the calls to them."""
+
+    workload: Workload
+    history: History
+    instances: dict[str, Instance]
+    observer: asyncpg.Connection
+    run: Run
+
+    async def decide(self, name: str, timeout: float = 10.0) -> Call:
+        """Call one of the instances."""
+        self.workload._deployment.instances = {name: self.instances[name]}
+        return await self.workload.decide(self.run, 0, CHANCE, timeout)
+
+    def begin(self, name: str, timeout: float = 10.0) -> "asyncio.Task[Call]":
+        """Begin a call."""
+        return asyncio.create_task(self.decide(name, timeout))
+
+    async def until(self, condition: str) -> None:
+        """Wait until a row is as it must be."""
+        async with asyncio.timeout(20):
+            while not await self.observer.fetchval(f"SELECT count(*) FROM ledger WHERE {condition}"):
+                pass
+
+    async def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to the worker of an instance."""
+        (pid,) = await asyncio.to_thread(self.instances[name].pids, "worker")
+        send_signal(pid, number)
+        self.history.faults.append(Fault("signal", name, self.workload.now(), self.workload.now() + 5))
+
+
+async def late_owner(scene: Scene) -> None:
+    """A worker is paused in mid-evaluation longer than its lease; another instance decides; the worker comes back."""
+    late = scene.begin("a")
+    await scene.until("state = 1")
+    await scene.signal("a", signal.SIGSTOP)
+    await scene.until("lease_expires_at < clock_timestamp()")
+    await scene.decide("b")
+    await scene.signal("a", signal.SIGCONT)
+    await late
+    await scene.decide("b")
+
+
+async def slow_attempt_and_retry(scene: Scene) -> None:
+    """A duplicate comes after the time of a lease, while the first attempt is still at work in the same worker."""
+    first = scene.begin("a")
+    await scene.until("state = 1 AND reserve_time < clock_timestamp() - interval '1200 ms'")
+    await asyncio.gather(scene.decide("a"), first)
+    await scene.decide("a")
+
+
+async def duplicate_elsewhere(scene: Scene) -> None:
+    """A duplicate comes to the instance whose clock is wrong, while the first is at work."""
+    first = scene.begin("a")
+    await scene.until("state = 1")
+    await asyncio.gather(scene.decide("b"), first)
+
+
+async def many_at_once(scene: Scene) -> None:
+    """Many callers send one key at once."""
+    await asyncio.gather(*(scene.decide("a") for _ in range(20)))
+
+
+async def killed_after_answer(scene: Scene) -> None:
+    """The worker is killed right after its answer."""
+    await scene.decide("a")
+    await scene.signal("a", signal.SIGKILL)
+    await scene.decide("b")
+
+
+async def replay(scene: Scene) -> None:
+    """A caller sends the same once more."""
+    await scene.decide("a")
+    await scene.decide("a")
+
+
+async def poll(scene: Scene) -> None:
+    """A caller polls for what takes a while."""
+    first = scene.begin("a", timeout=0.5)
+    await scene.until("state = 1")
+    call = await scene.decide("a")
+    await first
+    scene.workload._deployment.instances = {"a": scene.instances["a"]}
+    while call.result is Result.PROCESSING:
+        call = await scene.workload.status(scene.run, CHANCE)
+
+
+async def give_up(scene: Scene) -> None:
+    """A caller hangs up in mid-evaluation, and nobody comes back."""
+    await scene.decide("a", timeout=0.5)
+    try:
+        await scene.until("state IN (2, 4)")
+    except TimeoutError:
+        return
+
+
+SCENARIOS: dict[str, Callable[[Scene], Awaitable[None]]] = {
+    "no_fence": late_owner,
+    "loser_tells_its_own": late_owner,
+    "fence_on_worker": slow_attempt_and_retry,
+    "app_clock": duplicate_elsewhere,
+    "no_unique_constraint": many_at_once,
+    "event_after_commit": killed_after_answer,
+    "replay_evaluates_again": replay,
+    "sweeper_deletes_processing": poll,
+    "cancellation_leaves_processing": give_up,
+}
+
+
+@pytest.fixture
+async def make_scene(database_url, observer, tmp_path) -> AsyncIterator[Callable[..., Awaitable[Scene]]]:
+    """Give a function that starts the instances, with a defect or none."""
+    instances: dict[str, Instance] = {}
+
+    async def make(defect: str | None, scenario: Callable[..., object]) -> Scene:
+        settings = {"policy": "impure", "lease": "1s", "time_budget": "5s", "default_wait": "8s"}
+        catalog = write_catalog(tmp_path / "catalog", {OPERATION: settings}, {"impure": "chaos_policy:decide_impurely"})
+        token = await make_token(database_url, "acme")
+        environment = {"CHAOS_DEFECT": defect} if defect else {}
+        two = scenario in (late_owner, duplicate_elsewhere, killed_after_answer)
+        # A rescuer would hide what is left behind; the reaper is what one defect is in.
+        housekeeping = () if scenario is poll else ("--no-housekeeping",)
+        for name, offset in (("a", 0.0), ("b", 600.0))[: 2 if two else 1]:
+            arguments = (*housekeeping, *(("--catalog", str(catalog)) if name == "a" else ()))
+            instances[name] = Instance(name, 1, url_text(database_url), tmp_path, environment, arguments, offset)
+            await instances[name].start()
+        history = History()
+        deployment = Deployment(None, {}, instances, {}, {"acme": token})
+        seconds = 2.5 if scenario in (slow_attempt_and_retry, poll, give_up) else 1.0
+        facts = {"file": str(tmp_path / "evaluations"), "seconds": seconds}
+        run = Run("acme", OPERATION, new_key(), (facts, facts))
+        return Scene(Workload(deployment, history, 0, 1.0), history, dict(instances), observer, run)
+
+    yield make
+    for instance in instances.values():
+        await instance.kill()
+
+
+CASES = [*SCENARIOS.items(), *((None, scenario) for scenario in dict.fromkeys(SCENARIOS.values()))]
+
+
+@pytest.mark.parametrize(("defect", "scenario"), CASES, ids=[f"{d or 'clean'}-{s.__name__}" for d, s in CASES])
+async def test_checker_reports(make_scene, observer, defect, scenario) -> None:
+    """Each defect is reported in the scenario that brings it out, and each scenario without a defect is clean."""
+    scene = await make_scene(defect, scenario)
+    if defect == "no_unique_constraint":
+        await observer.execute("ALTER TABLE ledger DROP CONSTRAINT ledger_pkey")
+    await scenario(scene)
+    violations = check(scene.history, await read_rows(observer), Expectations())
+    assert (defect is not None) == bool(violations), "\n".join(map(str, violations))
