@@ -46,7 +46,9 @@ class Cluster:
     def create(cls, directory: Path, *flags: str) -> "Cluster":
         """Make a server with an empty database, and start it; `flags` are initdb's."""
         cluster = cls(directory)
-        cluster._run("initdb", "--username", USER, "--auth", "trust", "--no-sync", *flags, "--pgdata", cluster.directory)
+        cluster._run(
+            "initdb", "--username", USER, "--auth", "trust", "--no-sync", *flags, "--pgdata", cluster.directory
+        )
         # The machine doesn't crash here, only processes do, so nothing waits for its disk.
         cluster.set("fsync", "off")
         cluster.start()
@@ -82,7 +84,14 @@ class Cluster:
         standby = Cluster(directory)
         source = ("--host", "127.0.0.1", "--port", self.port, "--username", USER)
         standby._run(
-            "pg_basebackup", *source, "--write-recovery-conf", "--checkpoint", "fast", "--no-sync", "--pgdata", directory
+            "pg_basebackup",
+            *source,
+            "--write-recovery-conf",
+            "--checkpoint",
+            "fast",
+            "--no-sync",
+            "--pgdata",
+            directory,
         )
         standby.start()
         # Only now: the copy must not wait for standbys when it is promoted.
