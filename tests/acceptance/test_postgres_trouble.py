@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import subprocess
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from cluster import Cluster, cluster_directory, failover_url
+from conftest import connect
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce_server.migrate import migrate
 from harness import (
@@ -22,6 +24,7 @@ from harness import (
     make_token,
     new_key,
     recorded,
+    refused,
     table_policy,
     url_text,
     write_catalog,
@@ -32,6 +35,8 @@ UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, "LEDGER_UNAVAILABLE", True)
 # How soon the service must answer again once Postgres does.
 BACK_WITHIN_S = 5.0
 CALLERS = 8
+# Whether this process may mount file systems (CAP_SYS_ADMIN).
+CAN_MOUNT = bool(int(re.search(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[1], 16) >> 21 & 1)
 
 
 class Load:
@@ -240,12 +245,176 @@ async def test_failover_to_a_synchronous_standby(directory, cluster, serve, conn
         standby.destroy()
 
 
+async def test_no_server_that_takes_writes(cluster, serve, connect_caller) -> None:
+    """With a failover URL, the time in which no server takes writes is an outage that ends by itself.
+
+    jackc/pgx#1831
+    """
+    url = failover_url(cluster, cluster)
+    caller = connect_caller(serve(url), await make_token(cluster.url, "acme"))
+    observer = await cluster.connect()
+    async with load(caller) as calls:
+        await observer.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+        await observer.execute("SELECT pg_reload_conf()")
+        await calls.until_refused(3 * CALLERS)
+        await observer.execute("ALTER SYSTEM RESET default_transaction_read_only")
+        await observer.execute("SELECT pg_reload_conf()")
+        assert BACK_WITHIN_S > await calls.until_acknowledged(CALLERS)
+    await observer.close()
+    calls.assert_retryable()
+    await assert_kept(caller, calls.acknowledged)
+
+
+@pytest.mark.parametrize("wal_segment", ["1", "16"])
+async def test_disk_full(directory, serve, connect_caller, wal_segment) -> None:
+    """A full disk is an outage, whether Postgres survives it or not; with room again, the service goes on.
+
+    With small segments of the WAL, it is that for which there is no room, and Postgres goes down.
+    """
+    with small_disk(directory) as disk:
+        cluster = Cluster.create(disk / "data", "--wal-segsize", wal_segment)
+        try:
+            await migrate(cluster.url)
+            caller = connect_caller(serve(cluster.url), await make_token(cluster.url, "acme"))
+            async with load(caller) as calls:
+                ballast = disk / "ballast"
+                fill(ballast)
+                await calls.until_refused(3 * CALLERS)
+                ballast.unlink()
+                if not cluster.is_running:
+                    await asyncio.to_thread(cluster.start)
+                assert BACK_WITHIN_S > await calls.until_acknowledged(CALLERS)
+            calls.assert_retryable()
+            assert "No space left on device" in cluster.log.read_text()
+            await assert_kept(caller, calls.acknowledged)
+            await assert_clean(cluster)
+        finally:
+            cluster.destroy()
+
+
+if not CAN_MOUNT:
+    # The next shows the same, of one table.
+    del test_disk_full
+
+
+async def test_disk_full_for_events(cluster, serve, connect_caller) -> None:
+    """Where there is no room for its events, a decision isn't recorded; with room again, the same call makes it."""
+    observer = await cluster.connect()
+    table = cluster.directory / await observer.fetchval("SELECT pg_relation_filepath('outbox')")
+    await observer.close()
+    cluster.stop()
+    assert 0 == table.stat().st_size
+    empty = table.rename(table.with_suffix(".empty"))
+    table.symlink_to("/dev/full")
+    cluster.start()
+    caller = connect_caller(serve(cluster.url), await make_token(cluster.url, "acme"))
+    key = new_key()
+    error = await refused(caller.decide(OPERATION, key, max_wait=10))
+    assert UNAVAILABLE == (error.code, error.reason, error.retry_after)
+    assert "No space left on device" in cluster.log.read_text()
+    await asyncio.to_thread(cluster.stop)
+    empty.rename(table)
+    await asyncio.to_thread(cluster.start)
+    began = time.monotonic()
+    answer = None
+    while answer is None or answer.status != wire.DECISION_STATUS_SUCCEEDED:
+        with contextlib.suppress(grpc.RpcError):
+            answer = await caller.decide(OPERATION, key)
+        assert BACK_WITHIN_S > time.monotonic() - began
+    observer = await cluster.connect()
+    assert 1 == await observer.fetchval("SELECT count(*) FROM outbox")
+    await observer.close()
+
+
 @contextlib.contextmanager
-def small_disk(directory: Path, size: str) -> Iterator[None]:
-    """Put a file system of this size at a directory."""
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=755", "tmpfs", directory], check=True)
+def small_disk(directory: Path) -> Iterator[Path]:
+    """Give a directory on a file system of its own, with little room."""
+    disk = directory / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m,mode=777", "tmpfs", disk], check=True)
     try:
-        yield
+        yield disk
     finally:
-        subprocess.run(["umount", directory], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def fill(file: Path) -> None:
+    """Make a file that takes all the room that is left."""
+    with file.open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+
+
+async def slow_down(observer, event: str, seconds: float) -> None:
+    """Have the ledger's statements take this long."""
+    await observer.execute(
+        f"""CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN PERFORM pg_sleep({seconds}); RETURN NEW; END $$"""
+    )
+    await observer.execute(f"CREATE TRIGGER slow BEFORE {event} ON ledger FOR EACH ROW EXECUTE FUNCTION slow()")
+
+
+async def test_exhausted_pool(database_url, observer, serve, connect_caller) -> None:
+    """A call that gets no connection within 3 s is told to come back; the others go on, and so does the service."""
+    caller = connect_caller(serve(database_url, "--pool-size", "1"), await make_token(database_url, "acme"))
+    await caller.decide(OPERATION, new_key())
+    await slow_down(observer, "INSERT", 4)
+    results = await asyncio.gather(
+        *(caller.decide(OPERATION, new_key(), max_wait=0) for _ in range(4)), return_exceptions=True
+    )
+    errors = [call_error(result) for result in results if isinstance(result, grpc.RpcError)]
+    assert {UNAVAILABLE} == {(error.code, error.reason, error.retry_after) for error in errors}
+    assert 0 < len(errors) < len(results)
+    await observer.execute("DROP TRIGGER slow ON ledger")
+    answer = await caller.decide(OPERATION, new_key())
+    assert wire.DECISION_STATUS_SUCCEEDED == answer.status
+
+
+async def test_statement_timeout(database_url, observer, serve, connect_caller) -> None:
+    """A statement that runs for more than 5 s is ended, its call told to come back; the same call then decides."""
+    caller = connect_caller(serve(database_url), await make_token(database_url, "acme"))
+    await slow_down(observer, "INSERT", 60)
+    key = new_key()
+    error = await refused(caller.decide(OPERATION, key))
+    assert UNAVAILABLE == (error.code, error.reason, error.retry_after)
+    assert 0 == await observer.fetchval("SELECT count(*) FROM ledger")
+    await observer.execute("DROP TRIGGER slow ON ledger")
+    answer = await caller.decide(OPERATION, key)
+    assert (wire.DECISION_STATUS_SUCCEEDED, False) == (answer.status, answer.replayed)
+
+
+@pytest.mark.parametrize("is_held_on", [False, True])
+async def test_lock_timeout_while_completing(database_url, observer, serve, connect_caller, is_held_on) -> None:
+    """A decision whose row somebody locks is recorded when the lock is gone, or left to the next attempt if it stays.
+
+    The lease is 1 s: an attempt that can't record within it tells its caller to come back.
+    """
+    caller = connect_caller(serve(database_url, "--no-housekeeping"), await make_token(database_url, "acme"))
+    key, facts = new_key(), {"do": "sleep", "seconds": 1}
+    call = asyncio.ensure_future(caller.decide("echo.inline", key, facts))
+    blocker = await connect(database_url)
+    transaction = blocker.transaction()
+    async with asyncio.timeout(10):
+        while not await blocker.fetchval("SELECT count(*) FROM ledger WHERE operation_key = $1", key):
+            pass
+    await transaction.start()
+    await blocker.execute("SELECT FROM ledger WHERE operation_key = $1 FOR UPDATE", key)
+    if is_held_on:
+        error = await refused(call)
+        assert UNAVAILABLE == (error.code, error.reason, error.retry_after)
+        await transaction.rollback()
+        answer = await caller.decide("echo.inline", key, facts)
+        assert (wire.DECISION_STATUS_SUCCEEDED, 2) == (answer.status, answer.provenance.attempt)
+    else:
+        async with asyncio.timeout(10):
+            while not await observer.fetchval(WAITS_TO_COMPLETE):
+                pass
+        await transaction.rollback()
+        answer = await call
+        assert (wire.DECISION_STATUS_SUCCEEDED, 1) == (answer.status, answer.provenance.attempt)
+    await blocker.close()
+    assert 1 == await observer.fetchval("SELECT count(*) FROM outbox")
+
+
+WAITS_TO_COMPLETE = """SELECT count(*) FROM pg_stat_activity
+    WHERE wait_event_type = 'Lock' AND query LIKE '/* complete */%'"""
