@@ -4,6 +4,7 @@ A statement is sent outside of any explicit transaction, so there is no COMMIT t
 ROLLBACK while the driver reports success: either its rows are there or it raised.
 """
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from sqlalchemy import Row, TextClause, event, text
 from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from decideonce_server.errors import LedgerUnavailable
 
@@ -23,6 +24,8 @@ from decideonce_server.errors import LedgerUnavailable
 LOCK_TIMEOUT_MS = 300
 # Far above what any set takes; a statement that runs longer waits for something that won't come.
 STATEMENT_TIMEOUT_MS = 5_000
+# A server that doesn't answer at all, not even with a time-out of its own: its host hangs or is cut off.
+ANSWER_TIMEOUT_S = 7.0
 CONNECT_TIMEOUT_S = 3.0
 POOL_TIMEOUT_S = 3.0
 
@@ -43,6 +46,13 @@ READ_ONLY = "25006"
 # (a statement time-out too), system error, serialization and deadlock, read-only (it became a standby), locks.
 RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 
+# What asyncpg raises while it connects, and SQLAlchemy doesn't wrap. The last: no host takes writes now.
+CONNECT_ERRORS = (
+    OSError,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.exceptions.TargetServerAttributeNotMatched,
+)
 
 # For those who hand a URL on and speak no SQL.
 DatabaseUrl: TypeAlias = URL
@@ -99,6 +109,7 @@ class Database:
             connect_args={"server_settings": SETTINGS, "timeout": CONNECT_TIMEOUT_S},
         )
         event.listen(self.engine.sync_engine, "handle_error", _leave_a_standby)
+        connect_to_one(self.engine)
 
     async def run(self, statement: Statement, **parameters: Any) -> Sequence[Row[Any]]:
         """Run one statement and give its rows.
@@ -111,12 +122,51 @@ class Database:
         """
         with _typed_errors():
             async with self.engine.connect() as connection:
-                result = await connection.execute(statement.clause, parameters)
+                with _answered_in_time(connection):
+                    result = await connection.execute(statement.clause, parameters)
                 return result.all() if result.returns_rows else ()
 
     async def close(self) -> None:
         """Close all connections."""
         await self.engine.dispose()
+
+
+@contextmanager
+def _answered_in_time(connection: AsyncConnection) -> Iterator[None]:
+    """Cut a connection whose server doesn't answer.
+
+    The statement is not cancelled: a commit that waits for a synchronous standby would then pass for done without it.
+    """
+    assert connection.sync_connection is not None  # noqa: S101  # it is connected
+    driver: Any = connection.sync_connection.connection.driver_connection
+    cut = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, driver.terminate)
+    try:
+        yield
+    finally:
+        cut.cancel()
+
+
+def connect_to_one(engine: AsyncEngine) -> None:
+    """Have an engine try the hosts of its URL one by one, each with a time-out of its own, the last good one first.
+
+    asyncpg's time-out is for all of them together: one that hangs would use up the others' time.
+    """
+    addresses: list[tuple[str, int]] = []
+
+    def connect(dialect: Any, _record: Any, arguments: list[Any], parameters: dict[str, Any]) -> Any:
+        nonlocal addresses
+        if not isinstance(parameters.get("host"), list):
+            return None
+        addresses = addresses or list(zip(parameters["host"], parameters["port"], strict=True))
+        for host, port in tuple(addresses):
+            try:
+                return dialect.connect(*arguments, **(parameters | {"host": host, "port": port}))
+            except CONNECT_ERRORS as error:
+                refusal = error
+                addresses = [*(a for a in addresses if a != (host, port)), (host, port)]
+        raise refusal
+
+    event.listen(engine.sync_engine, "do_connect", connect)
 
 
 def _leave_a_standby(context: ExceptionContext) -> None:
@@ -138,6 +188,5 @@ def _typed_errors() -> Iterator[None]:
         if error.connection_invalidated or not sqlstate or sqlstate.startswith(RETRYABLE_CLASSES):
             raise LedgerUnavailable from error
         raise
-    except (TimeoutError, OSError, PoolTimeout, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-        # What asyncpg raises while it connects reaches us unwrapped.
+    except (PoolTimeout, *CONNECT_ERRORS) as error:
         raise LedgerUnavailable from error

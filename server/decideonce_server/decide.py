@@ -75,7 +75,7 @@ class Decide:
         ends with a defect is recorded as retryable, and its defect raised.
 
         Raises:
-            LedgerUnavailable: whether the decision was recorded stayed unknown.
+            LedgerUnavailable: whether the decision was recorded stayed unknown, or its row stayed locked.
             DecisionNotFound: the attempt lost its lease, and the winner's record is past its retention.
         """
         record = attempt.record
@@ -132,14 +132,17 @@ class Decide:
             reraise=True,
         )
         is_unknown = False
-        async for turn in trying:
-            with turn:
-                if is_unknown:
-                    (record,) = await self._ledger.read([end.key])
-                    if record is not None and record.response == end.response:
-                        return record
-                is_unknown = True
-                return (await self._ledger.complete([end]))[0]
+        try:
+            async for turn in trying:
+                with turn:
+                    if is_unknown:
+                        (record,) = await self._ledger.read([end.key])
+                        if record is not None and record.response == end.response:
+                            return record
+                    is_unknown = True
+                    return (await self._ledger.complete([end]))[0]
+        except LockTimeout as error:
+            raise LedgerUnavailable from error
         return None
 
 

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
 
-import asyncpg
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
@@ -14,7 +13,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from decideonce_server.database import CONNECT_TIMEOUT_S
+from decideonce_server.database import CONNECT_ERRORS, CONNECT_TIMEOUT_S, connect_to_one
 
 # An arbitrary number, the same in every process that migrates.
 ADVISORY_LOCK = 0x6465_6369_6465
@@ -31,10 +30,11 @@ class DatabaseUnreachable(Exception):
 @asynccontextmanager
 async def _connection(url: URL) -> AsyncIterator[AsyncConnection]:
     engine = create_async_engine(url, poolclass=NullPool, connect_args={"timeout": CONNECT_TIMEOUT_S})
+    connect_to_one(engine)
     try:
         try:
             connection = await engine.connect()
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except CONNECT_ERRORS as error:
             raise DatabaseUnreachable(f"the database can't be reached: {str(error) or 'it does not answer'}") from error
         async with aclosing(connection):
             yield connection
