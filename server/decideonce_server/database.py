@@ -48,8 +48,8 @@ RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 DatabaseUrl: TypeAlias = URL
 
 
-class LockTimeout(Exception):
-    """Another transaction held a row for longer than the lock time-out; nothing was written."""
+class LockTimeout(LedgerUnavailable):
+    """Another transaction held what was needed for longer than the lock time-out; nothing was written."""
 
 
 class UniqueViolation(Exception):
