@@ -21,6 +21,19 @@ from decideonce_server.settings import DEV_TOKEN_FILE
 
 PROBE_POLICY = "# entry_point: probe:decide\ndef decide(facts, decision):\n    return {'outcome': 'FINE'}\n"
 
+# By name: how to look, and what it is that there should be none of.
+LEDGER_CHECKS = (
+    ("stale work", LedgerDoctor.stale_work, "due for more than a minute"),
+    ("answers past retention", LedgerDoctor.overdue_answers, "not purged for more than an hour"),
+    ("answers held by events", LedgerDoctor.held_answers, "past retention, and their events still wait"),
+    ("tombstones past retention", LedgerDoctor.overdue_tombstones, "not deleted for more than an hour"),
+    ("early events", LedgerDoctor.early_events, "waiting of decisions that are not final"),
+    ("repeated decisions", LedgerDoctor.repeated_decisions, "told by more than one waiting event"),
+    ("excess attempts", LedgerDoctor.excess_attempts, "with more attempts than the operation allows"),
+    ("unknown versions", LedgerDoctor.unknown_versions, "made under a version that is not stored"),
+    ("contradictions", LedgerDoctor.contradictions, "whose columns contradict their state"),
+)
+
 
 class _Fault(Exception):
     """A check found what should not be; the text says how much of what."""
@@ -58,18 +71,8 @@ async def examine_ledger(url: DatabaseUrl) -> list[Finding]:
     ledger = LedgerDoctor(database, RECORDED_EVENT_TYPE)
     try:
         return [
-            await _finding(check, partial(_nothing, look, fault))
-            for check, look, fault in (
-                ("stale work", ledger.stale_work, "due for more than a minute"),
-                ("answers past retention", ledger.overdue_answers, "not purged for more than an hour"),
-                ("answers held by events", ledger.held_answers, "past retention, and their events still wait"),
-                ("tombstones past retention", ledger.overdue_tombstones, "not deleted for more than an hour"),
-                ("early events", ledger.early_events, "waiting of decisions that are not final"),
-                ("repeated decisions", ledger.repeated_decisions, "told by more than one waiting event"),
-                ("excess attempts", ledger.excess_attempts, "with more attempts than the operation allows"),
-                ("unknown versions", ledger.unknown_versions, "made under a version that is not stored"),
-                ("contradictions", ledger.contradictions, "whose columns contradict their state"),
-            )
+            await _finding(check, partial(_nothing, partial(look, ledger), fault))
+            for check, look, fault in LEDGER_CHECKS
         ]
     finally:
         await database.close()
