@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test check generate lock clean
+.PHONY: help setup run demo test bench check generate lock clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -29,6 +29,9 @@ demo: setup ## the same, then stop
 
 test: setup ## all tests, on a PostgreSQL of their own
 	$(BIN)/pytest -n 2 --dist worksteal
+
+bench: setup ## what purging a million answers costs the calls that go on, about 10 minutes
+	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
 
 check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stubs
 	$(BIN)/ruff format --check .
