@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test check chaos generate lock clean
+.PHONY: help setup run demo test check chaos bench generate lock clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,6 +32,9 @@ test: setup ## all tests, on a PostgreSQL of their own
 
 chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=10] [SEED=…]
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
+bench: setup ## what purging a million answers costs the calls that go on, about 10 minutes
+	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
 
 check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stubs
 	$(BIN)/ruff format --check .

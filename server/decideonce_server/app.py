@@ -216,8 +216,15 @@ async def work(settings: Settings) -> None:
 
 
 async def housekeep(settings: Settings) -> None:
-    """Rescue stale work and apply retention, until asked to stop."""
+    """Rescue stale work and apply retention, until asked to stop.
+
+    Raises:
+        UnknownSchema, DatabaseUnreachable, LedgerUnavailable: it can't begin.
+    """
     stopping = Stopping()
+    if settings.database_url is not None and not os.environ.get(SUPERVISED):
+        # A supervisor did so before; and it goes on where the next version's migration has come meanwhile.
+        await check_schema(database_url(settings.database_url))
     async with _running(settings) as parts:
         rescuer = Rescuer(parts.ledger, parts.reserve, parts.decide, parts.attempts, parts.waiters)
         async with _loops(parts.catalog.run(), rescuer.run(), Reaper(parts.ledger).run()):

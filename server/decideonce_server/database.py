@@ -58,8 +58,8 @@ CONNECT_ERRORS = (
 DatabaseUrl: TypeAlias = URL
 
 
-class LockTimeout(Exception):
-    """Another transaction held a row for longer than the lock time-out; nothing was written."""
+class LockTimeout(LedgerUnavailable):
+    """Another transaction held what was needed for longer than the lock time-out; nothing was written."""
 
 
 class UniqueViolation(Exception):

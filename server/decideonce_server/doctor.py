@@ -5,18 +5,38 @@ import platform
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 from decideonce_server import policy_jdm, policy_python
-from decideonce_server.database import DatabaseUrl
+from decideonce_server.database import Database, DatabaseUrl, LockTimeout
 from decideonce_server.errors import DecideonceError
 from decideonce_server.evaluator import Evaluators
+from decideonce_server.ledger_doctor import LedgerDoctor, Symptom
 from decideonce_server.migrate import DatabaseUnreachable, UnknownSchema, check_schema, schema_head
 from decideonce_server.policy import PolicyError, PolicyVersion, content_digest
+from decideonce_server.recording import RECORDED_EVENT_TYPE
 from decideonce_server.settings import DEV_TOKEN_FILE
 
 PROBE_POLICY = "# entry_point: probe:decide\ndef decide(facts, decision):\n    return {'outcome': 'FINE'}\n"
+
+# By name: how to look, and what it is that there should be none of.
+LEDGER_CHECKS = (
+    ("stale work", LedgerDoctor.stale_work, "due for more than a minute"),
+    ("answers past retention", LedgerDoctor.overdue_answers, "not purged for more than an hour"),
+    ("answers held by events", LedgerDoctor.held_answers, "past retention, and their events still wait"),
+    ("tombstones past retention", LedgerDoctor.overdue_tombstones, "not deleted for more than an hour"),
+    ("early events", LedgerDoctor.early_events, "waiting of decisions that are not final"),
+    ("repeated decisions", LedgerDoctor.repeated_decisions, "told by more than one waiting event"),
+    ("excess attempts", LedgerDoctor.excess_attempts, "with more attempts than the operation allows"),
+    ("unknown versions", LedgerDoctor.unknown_versions, "made under a version that is not stored"),
+    ("contradictions", LedgerDoctor.contradictions, "whose columns contradict their state"),
+)
+
+
+class _Fault(Exception):
+    """A check found what should not be; the text says how much of what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +59,38 @@ async def examine(url: DatabaseUrl | None, data_dir: Path) -> list[Finding]:
         checks.append(("embedded postgres", lambda: _embedded(data_dir)))
     else:
         checks.append(("database schema", lambda: _schema(url)))
-    return [await _finding(check, look) for check, look in checks]
+    findings = [await _finding(check, look) for check, look in checks]
+    if url is not None and findings[-1].ok:
+        findings += await examine_ledger(url)
+    return findings
+
+
+async def examine_ledger(url: DatabaseUrl) -> list[Finding]:
+    """Look for what no ordinary run leaves in a database."""
+    database = Database(url, pool_size=1)
+    ledger = LedgerDoctor(database, RECORDED_EVENT_TYPE)
+    try:
+        return [
+            await _finding(check, partial(_nothing, partial(look, ledger), fault))
+            for check, look, fault in LEDGER_CHECKS
+        ]
+    finally:
+        await database.close()
+
+
+async def _nothing(look: Callable[[], Awaitable[Symptom]], fault: str) -> str:
+    symptom = await look()
+    if symptom.found:
+        raise _Fault(f"{symptom.found} {fault}, e.g. {symptom.example}")
+    return "none"
 
 
 async def _finding(check: str, look: Callable[[], Awaitable[str]]) -> Finding:
     try:
         return Finding(check, ok=True, found=await look())
-    except (DecideonceError, PolicyError, UnknownSchema, DatabaseUnreachable, OSError) as error:
+    except LockTimeout:
+        return Finding(check, ok=False, found="another session holds a lock on the tables")
+    except (_Fault, DecideonceError, PolicyError, UnknownSchema, DatabaseUnreachable, OSError) as error:
         return Finding(check, ok=False, found=str(error) or type(error).__name__)
 
 

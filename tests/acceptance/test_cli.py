@@ -220,7 +220,7 @@ def test_a_wait_longer_than_any_is_granted(call) -> None:
     assert "LOW" in call("status", "test.decide", key, "--max-wait", "99999d").stdout
 
 
-@pytest.mark.parametrize("command", [("serve",), ("migrate",), ("token", "list"), ("doctor",)])
+@pytest.mark.parametrize("command", [("serve",), ("housekeep",), ("migrate",), ("token", "list"), ("doctor",)])
 def test_a_database_that_cannot_be_reached_is_said_shortly(call, command: tuple[str, ...]) -> None:
     """Where Postgres doesn't answer a command says so, and exits with 1."""
     failed = call(*command, "--database-url", "postgresql://nobody@127.0.0.1:1/nothing")
@@ -300,9 +300,11 @@ async def test_migrate_and_serve(postgres, tmp_path) -> None:
     await admin.execute(f"CREATE DATABASE {name}")
     url = postgres.url(name)
     serve = ("serve", "--listen", "127.0.0.1:0", "--database-url", url_text(url))
-    refused = run(*serve)
-    assert (1, "") == (refused.returncode, refused.stdout)
-    assert "decideonce migrate" in refused.stderr
+    for command in (serve, ("housekeep", "--database-url", url_text(url))):
+        refused = run(*command)
+        assert (1, "") == (refused.returncode, refused.stdout)
+        assert "decideonce migrate" in refused.stderr
+        assert "Traceback" not in refused.stderr
     for _ in range(2):
         migrated = run("migrate", "--json", database_url=url_text(url))
         assert {"schema": schema_head()} == json.loads(migrated.stdout), migrated.stderr

@@ -8,7 +8,9 @@ import asyncpg
 import pytest
 
 from decideonce_server.database import Database, LockTimeout
+from decideonce_server.errors import LedgerUnavailable
 from decideonce_server.ledger import Attempt, Completion, Key, Ledger, Record, Reservation, State, bucket_of
+from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.outbox import Event, Outbox
 
 KEY = Key("acme", "credit.approve-loan", "0123456789abcdef")
@@ -224,3 +226,17 @@ async def test_background_reservation_is_due_at_once(ledger: Ledger) -> None:
     assert [record.key for record in await ledger.due(10, abandoned=False)] == [KEY]
     (attempt,) = await ledger.take_over([found], [timedelta(seconds=30)])
     assert (attempt.record.attempt, attempt.facts, await ledger.due(10, abandoned=True)) == (1, b'{"a":1}', [])
+
+
+async def test_locked_table_is_an_outage_that_ends(
+    ledger: Ledger, database: Database, observer: asyncpg.Connection
+) -> None:
+    """Reads that a lock on a whole table holds up are told to come back: of the ledger, and of the catalog."""
+    transaction = observer.transaction()
+    await transaction.start()
+    await observer.execute("LOCK TABLE ledger, catalog")
+    for read in (ledger.read([KEY]), CatalogStore(database).revision()):
+        with pytest.raises(LedgerUnavailable):
+            await read
+    await transaction.rollback()
+    assert [None] == await ledger.read([KEY])
