@@ -11,7 +11,6 @@ from opentelemetry import metrics
 from decideonce.v1 import error_reason_pb2 as reasons
 from decideonce_server.catalog import OperationContract
 from decideonce_server.catalog_reader import CatalogReader
-from decideonce_server.database import LockTimeout
 from decideonce_server.errors import DecisionNotFound, LedgerUnavailable, utc_text
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.leases import LeaseKeeper
@@ -126,23 +125,20 @@ class Decide:
         Where the connection was lost around the commit, the record is read on a new one before anything else.
         """
         trying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type((LedgerUnavailable, LockTimeout)),
+            retry=tenacity.retry_if_exception_type(LedgerUnavailable),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=1),
             stop=tenacity.stop_after_delay(lease),
             reraise=True,
         )
         is_unknown = False
-        try:
-            async for turn in trying:
-                with turn:
-                    if is_unknown:
-                        (record,) = await self._ledger.read([end.key])
-                        if record is not None and record.response == end.response:
-                            return record
-                    is_unknown = True
-                    return (await self._ledger.complete([end]))[0]
-        except LockTimeout as error:
-            raise LedgerUnavailable from error
+        async for turn in trying:
+            with turn:
+                if is_unknown:
+                    (record,) = await self._ledger.read([end.key])
+                    if record is not None and record.response == end.response:
+                        return record
+                is_unknown = True
+                return (await self._ledger.complete([end]))[0]
         return None
 
 

@@ -7,7 +7,6 @@ import random
 import structlog
 
 from decideonce_server.attempts import Attempts
-from decideonce_server.database import LockTimeout
 from decideonce_server.decide import Decide
 from decideonce_server.errors import LedgerUnavailable
 from decideonce_server.ledger import Attempt, Ledger, Record
@@ -51,7 +50,7 @@ class DueWork:
             self._poked.clear()
             try:
                 await self._take_up()
-            except (LedgerUnavailable, LockTimeout):
+            except LedgerUnavailable:
                 log.warning("due work not looked for: the ledger can't be reached", who=type(self).__name__)
 
     async def _take_up(self) -> None:

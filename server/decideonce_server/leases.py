@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import structlog
 
-from decideonce_server.database import Database, LockTimeout
+from decideonce_server.database import Database
 from decideonce_server.errors import LedgerUnavailable
 from decideonce_server.ledger import Ledger, Record
 
@@ -111,7 +111,7 @@ class LeaseKeeper:
             return
         try:
             renewed = await ledger.renew([held.record for held in due], [held.lease for held in due])
-        except (LedgerUnavailable, LockTimeout):
+        except LedgerUnavailable:
             log.warning("leases not renewed: the ledger can't be reached", attempts=len(due))
             for held in due:
                 held.renew_at = time.monotonic() + RETRY_INTERVAL_S

@@ -11,7 +11,6 @@ import time
 import structlog
 from opentelemetry import metrics
 
-from decideonce_server.database import LockTimeout
 from decideonce_server.errors import LedgerUnavailable
 from decideonce_server.ledger import Ledger
 
@@ -40,7 +39,7 @@ class Reaper:
         while True:
             try:
                 worked = await self.round()
-            except (LedgerUnavailable, LockTimeout):
+            except LedgerUnavailable:
                 log.warning("retention not applied: the ledger can't be reached")
                 worked = 0
             if not worked:
