@@ -9,6 +9,8 @@ PIP := -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 # The example catalog's python policy is importable, as a team's own would be.
 export PYTHONPATH := catalog/python
+# Nothing of ours forks; gRPC's handlers for it crash programs that are started as another user.
+export GRPC_ENABLE_FORK_SUPPORT := 0
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12

@@ -44,7 +44,7 @@ class Load:
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self._is_over = False
+        self._over = asyncio.Event()
         self.acknowledged: dict[str, tuple[bytes, bytes]] = {}
         self.errors: list[CallError] = []
         self._news = asyncio.Event()
@@ -53,7 +53,7 @@ class Load:
         """Call until told that it is over; each caller's last key is decided too."""
 
         async def call() -> None:
-            while not self._is_over:
+            while not self._over.is_set():
                 await self._decide(new_key())
 
         async with asyncio.TaskGroup() as callers:
@@ -68,7 +68,8 @@ class Load:
                 self.errors.append(call_error(error))
                 self._news.set()
                 # What the service asks for; a caller of its own would do so too.
-                await asyncio.sleep(0.2)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._over.wait(), 0.2)
                 continue
             if answer.status == wire.DECISION_STATUS_SUCCEEDED:
                 self.acknowledged[key] = recorded(answer)
@@ -77,7 +78,7 @@ class Load:
 
     def end(self) -> None:
         """Have each caller end with the key that it is at."""
-        self._is_over = True
+        self._over.set()
 
     async def until_acknowledged(self, count: int, within: float = 20.0) -> float:
         """Wait for so many more decisions, and tell how long that took, in seconds."""

@@ -55,6 +55,8 @@ class Instance:
     clock_offset_s: float = 0.0
     process: ServiceProcess | None = None
     channel: grpc.aio.Channel | None = None
+    # All that there ever were: none is closed under a call that is still on its way.
+    channels: list[grpc.aio.Channel] = field(default_factory=list)
 
     async def start(self) -> None:
         """Start it, and wait until it can answer."""
@@ -69,6 +71,7 @@ class Instance:
         # A channel that waits long before it tries again would hide how soon the service is back.
         options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 50)]
         self.channel = grpc.aio.insecure_channel(address, options=options)
+        self.channels.append(self.channel)
 
     @property
     def stub(self) -> DecisionServiceStub:
@@ -89,8 +92,6 @@ class Instance:
         """Kill its whole tree."""
         if self.process is not None:
             await asyncio.to_thread(self.process.kill)
-        if self.channel is not None:
-            await self.channel.close()
 
     async def stop(self) -> int:
         """Ask it to stop, and give its exit code."""
@@ -142,6 +143,8 @@ async def tear_down(deployment: Deployment) -> None:
     """Stop everything."""
     for instance in deployment.instances.values():
         await instance.kill()
+        for channel in instance.channels:
+            await channel.close()
     for proxy in deployment.proxies.values():
         await proxy.close()
     await asyncio.to_thread(deployment.cluster.stop)

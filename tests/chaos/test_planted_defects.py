@@ -157,6 +157,8 @@ async def make_scene(database_url, observer, tmp_path) -> AsyncIterator[Callable
     yield make
     for instance in instances.values():
         await instance.kill()
+        for channel in instance.channels:
+            await channel.close()
 
 
 CASES = [*SCENARIOS.items(), *((None, scenario) for scenario in dict.fromkeys(SCENARIOS.values()))]
