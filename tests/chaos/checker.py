@@ -1,13 +1,16 @@
 """Judges a history and the database behind it: whether each answer is explained, and nothing is lost or twice.
 
-A rule gives what it finds wrong with one key; the rules know nothing of how the service works inside.
+A rule gives what it finds wrong with one key; the rules know nothing of how the service works inside. What the database
+saw is judged too, change by change: see `trail`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 from chaos.history import FINAL, Call, Fault, History, Key, Result
+from chaos.trail import Change, faults_of
 
 # What a caller may be told while something is broken; it says "try again", or nothing at all.
 RETRYABLE_ERRORS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED")
@@ -16,6 +19,8 @@ KEY_EXPIRED = "FAILED_PRECONDITION OPERATION_KEY_EXPIRED"
 NOT_FOUND = "NOT_FOUND DECISION_NOT_FOUND"
 # How long after a fault's end an attempt may still be taken over because of it: a lease, a look, and a slow machine.
 FAULT_ECHO_S = 15.0
+# How long before a call a fault is still told in its story.
+NEAR_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,20 @@ class Row:
     # Its decision events and effects in the outbox.
     decision_events: int
     effect_events: int
+    # Whether the decision event tells what is recorded.
+    is_told_truly: bool = True
 
 
 @dataclass(frozen=True)
 class Expectations:
-    """What is known of operations: whose answers expire, their effects, and the version that each outcome tells."""
+    """What is known of operations: whose answers expire, their effects, and the version that each outcome tells.
+
+    `leases` are how long an attempt may hold a key; `is_refused` tells which numbers an operation's policy refuses.
+    """
 
     expires: frozenset[str] = frozenset()
+    leases: Mapping[str, timedelta] = field(default_factory=dict)
+    is_refused: Callable[[str, int], bool] = lambda _operation, _n: False
     effects: Mapping[str, int] | None = None
     versions: Mapping[str, int] | None = None
 
@@ -61,7 +73,10 @@ class Case:
     calls: Sequence[Call]
     rows: Sequence[Row]
     faults: Sequence[Fault]
+    changes: Sequence[Change]
     expected: Expectations
+    # It was asked for again and again after everything had come to rest, and did not become final.
+    is_late: bool = False
 
     @property
     def decides(self) -> list[Call]:
@@ -70,6 +85,9 @@ class Case:
     @property
     def finals(self) -> list[Call]:
         return [call for call in self.calls if call.result in FINAL]
+
+    def is_disturbed(self, began: float, ended: float) -> bool:
+        return any(fault.began <= ended and fault.ended + FAULT_ECHO_S >= began for fault in self.faults)
 
     @property
     def may_expire(self) -> bool:
@@ -90,7 +108,7 @@ def one_outcome(case: Case) -> Iterator[str]:
 
 
 def nothing_lost(case: Case) -> Iterator[str]:
-    promised = [call for call in case.calls if call.result is not Result.ERROR]
+    promised = [call for call in case.calls if call.is_acknowledged]
     if promised and not case.rows:
         yield "an answer was given, and nothing is recorded"
     for row in case.rows:
@@ -107,15 +125,19 @@ def nothing_unfinished(case: Case) -> Iterator[str]:
     for row in case.rows:
         if row.state is Result.PROCESSING:
             yield "it is still PROCESSING after everything has come to rest"
+    if case.is_late:
+        yield "it did not become final after everything had come to rest"
 
 
 def answers_follow(case: Case) -> Iterator[str]:
     """After an answer has ended, no later call may be told something from before it."""
     final_since = min((call.ended for call in case.finals), default=float("inf"))
-    known_since = min((c.ended for c in case.decides if c.result is not Result.ERROR), default=float("inf"))
+    known_since = min((call.ended for call in case.calls if call.is_acknowledged), default=float("inf"))
     for call in case.calls:
         if call.began > final_since and call.result in (Result.PROCESSING, Result.FAILED_RETRYABLE):
             yield f"{call.result} was answered after a final answer"
+        if call.began > final_since and call.method == "Decide" and call.result in FINAL and not call.replayed:
+            yield "a call was told that it is the original after a final answer"
         if call.began > known_since and call.error == NOT_FOUND:
             yield "nothing was found after an answer had been given"
         if call.result is Result.EXPIRED and not case.may_expire:
@@ -123,7 +145,7 @@ def answers_follow(case: Case) -> Iterator[str]:
 
 
 def errors_are_explained(case: Case) -> Iterator[str]:
-    owners = {call.facts for call in case.decides if call.result is not Result.ERROR or call.error == KEY_EXPIRED}
+    owners = {call.facts for call in case.decides if call.is_acknowledged or call.error == KEY_EXPIRED}
     if len(owners) > 1:
         yield "two different requests were answered under one key"
     for call in case.decides:
@@ -133,6 +155,23 @@ def errors_are_explained(case: Case) -> Iterator[str]:
         is_known = call.error in ("", REUSED, NOT_FOUND) or (call.error == KEY_EXPIRED and case.may_expire)
         if not is_known and call.error.split()[0] not in RETRYABLE_ERRORS:
             yield f"{call.error} was answered"
+        if call.error.startswith("UNAVAILABLE") and not case.is_disturbed(call.began, call.ended):
+            yield f"{call.error} was answered although nothing had happened"
+
+
+def decisions_are_of_these_facts(case: Case) -> Iterator[str]:
+    """What was decided tells which facts it was decided on, and a failure is the one that these facts lead to."""
+    for call in case.calls:
+        if call.failure == "INTERNAL":
+            yield "an attempt ended with a defect"
+        if call.method != "Decide" or call.result not in FINAL:
+            continue
+        if call.told and call.told != call.sent:
+            yield f"a decision on {call.told} was given for {call.sent}"
+        is_refused = case.expected.is_refused(case.key[1], call.sent)
+        exhausted = call.failure == "ATTEMPTS_EXHAUSTED" and call.attempt > 1
+        if not exhausted and call.failure != ("POLICY_FAILED" if is_refused else ""):
+            yield f"{call.result} {call.failure} was answered for {call.sent}"
 
 
 def attempts_rise(case: Case) -> Iterator[str]:
@@ -153,7 +192,7 @@ def attempts_are_explained(case: Case) -> Iterator[str]:
     for row in case.rows:
         if row.attempt > 1 and not failed and case.calls:
             first, last = min(c.began for c in case.calls), max(c.ended for c in case.calls)
-            if not any(fault.began <= last and fault.ended + FAULT_ECHO_S >= first for fault in case.faults):
+            if not case.is_disturbed(first, last):
                 yield f"attempt {row.attempt} was made although nothing had happened to the one before"
 
 
@@ -175,9 +214,18 @@ def events_are_told_once(case: Case) -> Iterator[str]:
         is_final = row.state in (*FINAL, Result.EXPIRED)
         if row.decision_events != int(is_final):
             yield f"there are {row.decision_events} decision events for {row.state}"
+        if not row.is_told_truly:
+            yield "the decision event doesn't tell what is recorded"
         effects = (case.expected.effects or {}).get(case.key[1], 0) if row.state is Result.SUCCEEDED else None
         if effects is not None and row.effect_events != effects:
             yield f"there are {row.effect_events} effects, and the policy asked for {effects}"
+
+
+def changes_are_legal(case: Case) -> Iterator[str]:
+    if sum(change.before is None for change in case.changes) > 1 and not case.may_expire:
+        yield "a key was reserved anew"
+    for change in case.changes:
+        yield from faults_of(change, case.expected.leases.get(case.key[1]))
 
 
 RULES: tuple[Callable[[Case], Iterator[str]], ...] = (
@@ -187,15 +235,23 @@ RULES: tuple[Callable[[Case], Iterator[str]], ...] = (
     nothing_unfinished,
     answers_follow,
     errors_are_explained,
+    decisions_are_of_these_facts,
     attempts_rise,
     attempts_are_explained,
     versions_are_true,
     tenants_are_apart,
     events_are_told_once,
+    changes_are_legal,
 )
 
 
-def check(history: History, rows: Sequence[Row], expected: Expectations) -> list[Violation]:
+def check(
+    history: History,
+    rows: Sequence[Row],
+    trail: Mapping[Key, Sequence[Change]],
+    expected: Expectations,
+    late: Collection[Key] = (),
+) -> list[Violation]:
     """Judge everything; the shortest story comes first."""
     calls: defaultdict[Key, list[Call]] = defaultdict(list)
     for call in history.calls:
@@ -203,9 +259,12 @@ def check(history: History, rows: Sequence[Row], expected: Expectations) -> list
     by_key: defaultdict[Key, list[Row]] = defaultdict(list)
     for row in rows:
         by_key[row.key].append(row)
-    cases = [Case(key, calls[key], by_key[key], history.faults, expected) for key in calls.keys() | by_key.keys()]
+    cases = [
+        Case(key, calls[key], by_key[key], history.faults, trail.get(key, ()), expected, key in late)
+        for key in calls.keys() | by_key.keys() | trail.keys()
+    ]
     found = [
-        (len(case.calls), Violation(text, story(case)))
+        (len(case.calls), Violation(text, story(case, history.epoch)))
         for case in cases
         for rule in RULES
         for text in Counter(rule(case))
@@ -213,11 +272,19 @@ def check(history: History, rows: Sequence[Row], expected: Expectations) -> list
     return [violation for _, violation in sorted(found, key=lambda pair: pair[0])]
 
 
-def story(case: Case) -> str:
+def is_near(fault: Fault, call: Call) -> bool:
+    """Tell whether a fault may have something to do with a call."""
+    return fault.began <= call.ended and fault.ended + NEAR_S >= call.began
+
+
+def story(case: Case, epoch: float) -> str:
     """Tell what happened to a key, and the faults around it, in order."""
-    first = min((call.began for call in case.calls), default=0.0)
-    last = max((call.ended for call in case.calls), default=0.0)
-    around = [fault for fault in case.faults if fault.ended + FAULT_ECHO_S >= first and fault.began <= last]
-    lines = sorted([*case.calls, *around], key=lambda entry: entry.began)
+    around = [fault for fault in case.faults if any(is_near(fault, call) for call in case.calls)]
+    entries = [(entry.began, str(entry)) for entry in (*case.calls, *around)]
+    for change in case.changes:
+        at = change.at.timestamp() - epoch
+        entries.append((at, f"{at:8.3f}              {change}"))
     head = "  key " + " / ".join(case.key)
-    return "\n".join([head, *(f"  {line}" for line in lines), *(f"  recorded: {row}" for row in case.rows)])
+    return "\n".join(
+        [head, *(f"  {line}" for _, line in sorted(entries)), *(f"  recorded: {row}" for row in case.rows)]
+    )

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -12,6 +13,7 @@ import psutil
 
 from chaos.postgres import Cluster
 from chaos.proxy import Proxy
+from chaos.trail import INSTALL
 from decideonce.v1.decision_service_pb2_grpc import DecisionServiceStub
 from decideonce_server.database import database_url
 from decideonce_server.migrate import migrate
@@ -30,13 +32,21 @@ OPERATIONS = {
 }
 VERSIONS = {"ONE": 1, "TWO": 2}
 EFFECTS = {SLOW: 1, BACKGROUND: 1}
+LEASES = {name: timedelta(seconds=float(settings["lease"].rstrip("s"))) for name, settings in OPERATIONS.items()}
+
+
+def is_refused(operation: str, n: int) -> bool:
+    """Tell which numbers `chaos_policy` refuses."""
+    return operation in (SLOW, BACKGROUND) and n % 7 == 0
 
 
 def write_catalogs(directory: Path) -> dict[str, Path]:
     """Write a catalog for each version of the quick policy, by its outcome."""
     return {
         outcome: write_catalog(
-            directory / outcome, OPERATIONS, {"quick": table_policy(outcome), "slow": "chaos_policy:decide"}
+            directory / outcome,
+            OPERATIONS,
+            {"quick": table_policy(outcome, outputs={"n": "facts.n"}), "slow": "chaos_policy:decide"},
         )
         for outcome in VERSIONS
     }
@@ -125,6 +135,9 @@ async def deploy(root: Path) -> Deployment:
     await cluster.primary.execute("CREATE DATABASE chaos")
     url = database_url(f"postgresql://postgres@127.0.0.1:{cluster.primary.port}/chaos?ssl=disable")
     await migrate(url)
+    connection = await cluster.primary.connect("chaos")
+    await connection.execute(INSTALL)
+    await connection.close()
     tokens = {tenant: await make_token(url, tenant) for tenant in TENANTS}
     catalogs = write_catalogs(root / "catalogs")
     proxies, instances = {}, {}

@@ -45,8 +45,17 @@ class Call:
     outcome: str = ""
     policy_version: int = 0
     attempt: int = 0
-    reserve_time: float = 0.0
-    evaluate_time: float = 0.0
+    failure: str = ""
+    # PROCESSING because another call was just writing the key: neither compared with what it writes, nor recorded yet.
+    is_contended: bool = False
+    # The number that the facts had, and the one that the decision was made on.
+    sent: int = 0
+    told: int = 0
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the answer says that this very request is recorded."""
+        return self.result is not Result.ERROR and not self.is_contended
 
     @property
     def key(self) -> Key:
@@ -54,7 +63,8 @@ class Call:
         return self.tenant, self.operation, self.operation_key
 
     def __str__(self) -> str:
-        told = self.error or f"{self.result}{' replayed' * self.replayed} {self.outcome} attempt {self.attempt}"
+        said = self.outcome or self.failure
+        told = self.error or f"{self.result}{' replayed' * self.replayed} {said} attempt {self.attempt}"
         what = f"{self.method} facts {self.facts}" if self.method == "Decide" else self.method
         return f"{self.began:8.3f} to {self.ended:8.3f}  {self.instance}  {what}: {told}"
 
@@ -74,10 +84,11 @@ class Fault:
 
 @dataclass
 class History:
-    """Everything in the order in which it ended."""
+    """Everything in the order in which it ended. `epoch` is its time 0 as the machine's clock had it."""
 
     calls: list[Call] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    epoch: float = 0.0
 
     def write(self, path: Path) -> None:
         """Keep a history, as JSON lines."""

@@ -30,7 +30,7 @@ class Nemesis:
         self._now = now
         self._random = random.Random(seed)
         self._next_outcome = "TWO"
-        self.kinds: dict[str, Callable[[Instance], Awaitable[None]]] = {
+        self.kinds: dict[str, Callable[[Instance], Awaitable[bool | None]]] = {
             "worker killed": self._kill_worker,
             "instance killed": self._kill_instance,
             "housekeeping killed": self._kill_housekeeping,
@@ -38,6 +38,7 @@ class Nemesis:
             "cut before commit": self._cut_before,
             "cut after commit": self._cut_after,
             "connections cut": self._cut_all,
+            "connections lost": self._lose_all,
             "black hole": self._black_hole,
             "postgres restarted": self._restart_postgres,
             "failover": self._fail_over,
@@ -56,8 +57,10 @@ class Nemesis:
 
     async def run(self, until: float, pause: float) -> None:
         """Go through all kinds in a random order, again and again, until a time of the history."""
+        often: list[str] = []
         while True:
-            round_ = [*self.kinds, *self._often]
+            round_ = [*self.kinds, *often]
+            often = self._often
             self._random.shuffle(round_)
             for kind in round_:
                 await asyncio.sleep(self._random.uniform(0.5, 1.5) * pause)
@@ -66,51 +69,63 @@ class Nemesis:
                 await self.inject(kind)
 
     async def inject(self, kind: str) -> None:
-        """Inject one fault somewhere, and heal it."""
+        """Inject one fault somewhere, and heal it; one that didn't come about is forgotten."""
         name = self._random.choice(sorted(self._deployment.instances))
         fault = Fault(kind, name, self._now())
         self._history.faults.append(fault)
-        await self.kinds[kind](self._deployment.instances[name])
+        happened = await self.kinds[kind](self._deployment.instances[name])
         fault.ended = self._now()
+        if happened is False:
+            self._history.faults.remove(fault)
 
-    async def _kill(self, instance: Instance, role: str) -> None:
+    async def _kill(self, instance: Instance, role: str) -> bool:
         pids = await asyncio.to_thread(instance.pids, role)
         if pids:
             send_signal(self._random.choice(sorted(pids)), signal.SIGKILL)
+        return bool(pids)
 
-    async def _kill_worker(self, instance: Instance) -> None:
-        await self._kill(instance, "worker")
+    async def _kill_worker(self, instance: Instance) -> bool:
+        return await self._kill(instance, "worker")
 
-    async def _kill_housekeeping(self, instance: Instance) -> None:
-        await self._kill(instance, "housekeep")
+    async def _kill_housekeeping(self, instance: Instance) -> bool:
+        return await self._kill(instance, "housekeep")
 
     async def _kill_instance(self, instance: Instance) -> None:
         await instance.kill()
         await instance.start()
 
-    async def _pause_worker(self, instance: Instance) -> None:
+    async def _pause_worker(self, instance: Instance) -> bool:
         pids = await asyncio.to_thread(instance.pids, "worker")
         if pids:
             pid = self._random.choice(sorted(pids))
             send_signal(pid, signal.SIGSTOP)
             await asyncio.sleep(PAUSE_S)
             send_signal(pid, signal.SIGCONT)
+        return bool(pids)
 
-    async def _cut(self, instance: Instance, *, after: bool) -> None:
+    async def _cut(self, instance: Instance, *, after: bool) -> bool:
         proxy = self._deployment.proxies[instance.name]
-        proxy.cut = Cut(self._random.choice(["reserve", "complete", "complete", "take_over"]), after)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(proxy.cut.made.wait(), CUT_WITHIN_S)
-        proxy.cut = None
+        # Some statements pass seldom; a completion does every moment.
+        for statement in (self._random.choice(["reserve", "complete", "take_over", "renew"]), "complete"):
+            cut = proxy.cut = Cut(statement, after)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(cut.made.wait(), CUT_WITHIN_S)
+            proxy.cut = None
+            if cut.made.is_set():
+                return True
+        return False
 
-    async def _cut_before(self, instance: Instance) -> None:
-        await self._cut(instance, after=False)
+    async def _cut_before(self, instance: Instance) -> bool:
+        return await self._cut(instance, after=False)
 
-    async def _cut_after(self, instance: Instance) -> None:
-        await self._cut(instance, after=True)
+    async def _cut_after(self, instance: Instance) -> bool:
+        return await self._cut(instance, after=True)
 
     async def _cut_all(self, instance: Instance) -> None:
         self._deployment.proxies[instance.name].cut_all()
+
+    async def _lose_all(self, instance: Instance) -> None:
+        self._deployment.proxies[instance.name].lose_all()
 
     async def _black_hole(self, instance: Instance) -> None:
         proxy = self._deployment.proxies[instance.name]
@@ -134,7 +149,7 @@ class Nemesis:
         await instance.kill()
         await instance.start()
 
-    async def _apply(self, instance: Instance) -> None:
+    async def _apply(self, instance: Instance) -> bool:
         source = read_catalog(self._deployment.catalogs[self._next_outcome])
         token = next(iter(self._deployment.tokens.values()))
         with suppress(grpc.RpcError, grpc.aio.UsageError):
@@ -142,3 +157,5 @@ class Nemesis:
                 request_of(source, dry_run=False), metadata=[("authorization", f"Bearer {token}")], timeout=10
             )
             self._next_outcome = "ONE" if self._next_outcome == "TWO" else "TWO"
+            return True
+        return False

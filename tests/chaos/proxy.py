@@ -31,6 +31,7 @@ class Proxy:
         self._target = target
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._connections: set[_Connection] = set()
         self._open = asyncio.Event()
         self._open.set()
         self.cut: Cut | None = None
@@ -51,6 +52,11 @@ class Proxy:
         """Cut every connection."""
         for writer in list(self._writers):
             writer.transport.abort()
+
+    def lose_all(self) -> None:
+        """Let nothing pass on the connections that there are, for ever, and tell nobody: their host is gone."""
+        for connection in self._connections:
+            connection.is_lost = True
 
     def hold_after(self, statement: str) -> None:
         """Let nothing pass any more once Postgres has run a statement."""
@@ -74,6 +80,7 @@ class Proxy:
             )
             self._writers.add(to_writer)
             connection = _Connection(self, writer, to_writer)
+            self._connections.add(connection)
             length = await reader.readexactly(4)
             to_writer.write(length + await reader.readexactly(int.from_bytes(length) - 4))
             tasks = [
@@ -85,6 +92,7 @@ class Proxy:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             connection.abort()
+            self._connections.discard(connection)
             self._writers.discard(to_writer)
         except (OSError, EOFError):
             pass
@@ -106,6 +114,7 @@ class _Connection:
         self._writers = writers
         self._prepared: dict[bytes, str] = {}
         self._cut_when_ready: Cut | None = None
+        self.is_lost = False
 
     def abort(self) -> None:
         for writer in self._writers:
@@ -121,6 +130,8 @@ class _Connection:
                 if not passes(header[:1], body):
                     return
                 await self._proxy.is_open.wait()
+                if self.is_lost:
+                    continue
                 writer.write(header + body)
                 await writer.drain()
 

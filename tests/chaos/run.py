@@ -19,13 +19,15 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos.checker import Expectations, Row, Violation, check
-from chaos.deployment import BRIEF, EFFECTS, VERSIONS, Deployment, deploy, tear_down
+from chaos.deployment import BRIEF, EFFECTS, LEASES, VERSIONS, Deployment, deploy, is_refused, tear_down
 from chaos.history import History, Result
 from chaos.nemesis import Nemesis
+from chaos.trail import read_trail
 from chaos.workload import RESULTS, Workload, decision_digests
 from decideonce.v1 import decision_service_pb2 as wire
+from decideonce.v1.events_pb2 import DecisionEvent
 
-EXPECTATIONS = Expectations(expires=frozenset({BRIEF}), effects=EFFECTS, versions=VERSIONS)
+EXPECTATIONS = Expectations(frozenset({BRIEF}), LEASES, is_refused, EFFECTS, VERSIONS)
 # The history's rate of calls, and how often there is a fault: what two cores can take.
 CALLS_PER_S = 45.0
 FAULT_PAUSE_S = 1.6
@@ -35,7 +37,9 @@ READ_ROWS = """SELECT l.tenant, l.operation, l.operation_key, l.state, l.attempt
     (SELECT count(*) FROM outbox o WHERE o.bucket = l.bucket AND o.tenant = l.tenant AND o.operation = l.operation
         AND o.operation_key = l.operation_key AND o.type = 'decideonce.decision.v1') AS decision_events,
     (SELECT count(*) FROM outbox o WHERE o.bucket = l.bucket AND o.tenant = l.tenant AND o.operation = l.operation
-        AND o.operation_key = l.operation_key AND o.type <> 'decideonce.decision.v1') AS effect_events
+        AND o.operation_key = l.operation_key AND o.type <> 'decideonce.decision.v1') AS effect_events,
+    (SELECT o.payload FROM outbox o WHERE o.bucket = l.bucket AND o.tenant = l.tenant AND o.operation = l.operation
+        AND o.operation_key = l.operation_key AND o.type = 'decideonce.decision.v1' LIMIT 1) AS event
     FROM ledger l"""
 
 
@@ -53,9 +57,18 @@ async def read_rows(connection: asyncpg.Connection) -> list[Row]:
                 answer.provenance.attempt,
                 row["decision_events"],
                 row["effect_events"],
+                _is_told_truly(answer, row["event"]),
             )
         )
     return rows
+
+
+def _is_told_truly(answer: wire.DecideResponse, payload: bytes | None) -> bool:
+    if payload is None or answer.status == wire.DECISION_STATUS_UNSPECIFIED:
+        return True
+    event = DecisionEvent.FromString(payload)
+    told = (event.recorded.status, event.recorded.decision, event.recorded.failure, event.provenance)
+    return (answer.status, answer.decision, answer.failure, answer.provenance) == told
 
 
 async def until_at_rest(connection: asyncpg.Connection) -> None:
@@ -99,8 +112,9 @@ async def drive(seconds: float, seed: int, root: Path) -> tuple[History, list[Vi
         await asyncio.gather(workload.run(seconds), nemesis.run(seconds - 3, FAULT_PAUSE_S))
         connection = await deployment.cluster.primary.connect("chaos")
         await until_at_rest(connection)
-        await workload.ask_everyone_again()
-        violations = check(history, await read_rows(connection), EXPECTATIONS)
+        late = await workload.ask_everyone_again()
+        rows, trail = await read_rows(connection), await read_trail(connection)
+        violations = check(history, rows, trail, EXPECTATIONS, late)
         await connection.close()
     finally:
         watching.cancel()

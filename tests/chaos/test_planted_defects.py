@@ -5,6 +5,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import asyncpg
 import pytest
@@ -13,6 +14,7 @@ from chaos.checker import Expectations, check
 from chaos.deployment import Deployment, Instance, send_signal
 from chaos.history import Call, Fault, History, Result
 from chaos.run import read_rows
+from chaos.trail import INSTALL, read_trail
 from chaos.workload import Run, Workload
 from harness import make_token, new_key, url_text, write_catalog
 
@@ -139,6 +141,7 @@ async def make_scene(database_url, observer, tmp_path) -> AsyncIterator[Callable
         settings = {"policy": "impure", "lease": "1s", "time_budget": "5s", "default_wait": "8s"}
         catalog = write_catalog(tmp_path / "catalog", {OPERATION: settings}, {"impure": "chaos_policy:decide_impurely"})
         token = await make_token(database_url, "acme")
+        await observer.execute(INSTALL)
         environment = {"CHAOS_DEFECT": defect} if defect else {}
         two = scenario in (late_owner, duplicate_elsewhere, killed_after_answer)
         # A rescuer would hide what is left behind; the reaper is what one defect is in.
@@ -171,5 +174,6 @@ async def test_checker_reports(make_scene, observer, defect, scenario) -> None:
     if defect == "no_unique_constraint":
         await observer.execute("ALTER TABLE ledger DROP CONSTRAINT ledger_pkey")
     await scenario(scene)
-    violations = check(scene.history, await read_rows(observer), Expectations())
+    expected = Expectations(leases={OPERATION: timedelta(seconds=1)})
+    violations = check(scene.history, await read_rows(observer), await read_trail(observer), expected)
     assert (defect is not None) == bool(violations), "\n".join(map(str, violations))

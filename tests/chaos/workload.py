@@ -7,13 +7,15 @@ import time
 import uuid
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from chaos.deployment import BACKGROUND, BRIEF, QUICK, SLOW, TENANTS, Deployment
-from chaos.history import FINAL, Call, History, Result
+from chaos.history import FINAL, Call, History, Key, Result
 from decideonce.v1 import decision_service_pb2 as wire
+from decideonce_server.database import LOCK_TIMEOUT_MS
 from harness import decide_request, status_request
 
 RESULTS = {
@@ -24,6 +26,8 @@ RESULTS = {
     wire.DECISION_STATUS_EXPIRED: Result.EXPIRED,
 }
 CALL_WITHIN_S = 8.0
+# After everything has come to rest: as long as the pause between two attempts in the background.
+FINAL_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Workload:
         self._remembered: deque[Run] = deque(maxlen=5000)
         self._running: set[asyncio.Task[None]] = set()
         self.began = time.monotonic()
+        history.epoch = time.time()
 
     def now(self) -> float:
         """Tell the time of the history."""
@@ -102,7 +107,16 @@ class Workload:
 
     async def _call(self, method, run: Run, facts: int, request, chance: random.Random, timeout: float) -> Call:
         name = chance.choice(sorted(self._deployment.instances))
-        call = Call(run.tenant, run.operation, run.operation_key, method, facts, name, self.now())
+        call = Call(
+            run.tenant,
+            run.operation,
+            run.operation_key,
+            method,
+            facts,
+            name,
+            self.now(),
+            sent=run.facts[facts].get("n", 0),
+        )
         metadata = [("authorization", f"Bearer {self._deployment.tokens[run.tenant]}")]
         try:
             stub = self._deployment.instances[name].stub
@@ -119,36 +133,44 @@ class Workload:
         self._history.calls.append(call)
         return call
 
-    async def ask_everyone_again(self) -> None:
-        """Resend each run once everything has come to rest, until it is final: what was promised must be there."""
+    async def ask_everyone_again(self) -> list[Key]:
+        """Resend each run once everything has come to rest, until it is final; give those that don't become so."""
         owners = {}
         for call in self._history.calls:
-            if call.method == "Decide" and call.result is not Result.ERROR:
+            if call.method == "Decide" and call.is_acknowledged:
                 owners[call.key] = call.facts
         runs = {(r.tenant, r.operation, r.operation_key): r for r in self._remembered}
         chance = random.Random(0)
         places = asyncio.Semaphore(16)
 
-        async def ask(run: Run, facts: int) -> None:
-            async with places, asyncio.timeout(60):
-                while True:
+        async def ask(run: Run, facts: int) -> bool:
+            async with places:
+                until = self.now() + FINAL_WITHIN_S
+                while self.now() < until:
                     call = await self.decide(run, facts, chance)
                     if call.result in FINAL or "EXPIRED" in call.error:
-                        return
+                        return True
                     await asyncio.sleep(0.2)
+                return False
 
-        await asyncio.gather(*(ask(runs[key], facts) for key, facts in owners.items() if key in runs))
+        keys = [key for key in owners if key in runs]
+        are_final = await asyncio.gather(*(ask(runs[key], owners[key]) for key in keys))
+        return [key for key, is_final in zip(keys, are_final, strict=True) if not is_final]
 
 
 def _fill(call: Call, answer: wire.DecideResponse | wire.GetDecisionStatusResponse) -> None:
     call.result = RESULTS[answer.status]
+    contended = timedelta(milliseconds=LOCK_TIMEOUT_MS)
+    call.is_contended = call.result is Result.PROCESSING and answer.retry_after.ToTimedelta() == contended
     call.replayed = isinstance(answer, wire.DecideResponse) and answer.replayed
     if answer.HasField("provenance"):
         call.decision, call.provenance = decision_digests(answer)
         call.provenance_tenant = answer.provenance.tenant
         call.policy_version = answer.provenance.policy_version
         call.attempt = answer.provenance.attempt
-        call.outcome = answer.decision.outcome
+        call.outcome, call.failure = answer.decision.outcome, answer.failure.reason
+        if "n" in answer.decision.outputs:
+            call.told = int(answer.decision.outputs["n"])
 
 
 def decision_digests(answer: wire.DecideResponse | wire.GetDecisionStatusResponse) -> tuple[str, str]:

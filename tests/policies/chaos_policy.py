@@ -10,7 +10,7 @@ def decide(facts, decision):
     time.sleep(facts["seconds"])
     if facts["n"] % 7 == 0:
         raise ValueError("this one never")
-    return {"outcome": "SLOW", "effects": [{"type": "chaos.done", "payload": {"n": facts["n"]}}]}
+    return {"outcome": "SLOW", "n": facts["n"], "effects": [{"type": "chaos.done", "payload": {"n": facts["n"]}}]}
 
 
 def decide_impurely(facts, decision):
