@@ -60,7 +60,8 @@ class DueWork:
         if len(due) > self._free:
             due = random.sample(due, self._free)  # nothing secret
         for record in due:
-            await self._take_over(record)
+            # Ending this loop must not leave a lease to nobody.
+            await asyncio.shield(self._attempts.start(self._take_over(record)))
 
     async def _take_over(self, record: Record) -> None:
         taken = await self._reserve.take_over(record)
