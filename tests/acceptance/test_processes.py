@@ -122,7 +122,8 @@ async def test_killed_worker_is_replaced_and_calls_go_on(database_url, start) ->
     before = children(service, "worker")
     assert 2 == len(before)
     before[0].kill()
-    await until(lambda: not before[0].is_running() or before[0].status() == psutil.STATUS_ZOMBIE)
+    # Until it is reaped, some thread of it may hold its sockets.
+    await until(lambda: not before[0].is_running())
     for _ in range(20):
         assert SUCCEEDED == (await decide_anew(service, token)).status
     await until(lambda: len(children(service, "worker")) == 2 and before[0] not in children(service, "worker"), SOON_S)
