@@ -33,6 +33,7 @@ from decideonce_server.database import Database, DatabaseUrl, database_url
 from decideonce_server.decide import Decide
 from decideonce_server.due_work import BackgroundWorker, Rescuer
 from decideonce_server.embedded import EmbeddedPostgres
+from decideonce_server.errors import LedgerUnavailable
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.idempotency import IdempotencyInterceptor
 from decideonce_server.leases import LeaseKeeper
@@ -56,6 +57,8 @@ from decideonce_server.wire import SERVICES, ParseInterceptor
 DEV_TENANT = "dev"
 # On top of what draining may take: for closing connections and ending evaluators.
 STOP_SURPLUS = timedelta(seconds=10)
+# When the last attempt has ended: for answers to leave, and for whoever watches health to hear of the stop.
+ANSWERS_LEAVE_S = 1.0
 
 log = structlog.get_logger()
 
@@ -150,8 +153,7 @@ async def serve(settings: Settings) -> None:
             finally:
                 supervisor.stop()
                 stopping.when_asked_again(supervisor.stop)
-                # Twice: for the calls, and for the attempts that outlive them.
-                await supervisor.wait(2 * settings.drain + STOP_SURPLUS)
+                await supervisor.wait(settings.drain + STOP_SURPLUS)
 
 
 async def _prepare(url: DatabaseUrl, settings: Settings) -> None:
@@ -204,15 +206,22 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
 async def work(settings: Settings) -> None:
     """Answer calls and decide background operations, until asked to stop; one process of an instance."""
     stopping = Stopping()
-    async with _running(settings) as parts, _loops(parts.catalog.run(), parts.worker.run()):
-        server, healthy = await _start_server(parts, settings)
-        print("decideonce worker ready", flush=True)  # noqa: T201  # the supervisor reads this
-        await stopping.asked.wait()
-        await healthy.enter_graceful_shutdown()
+    async with _running(settings) as parts:
+        # Left before attempts are ended: what is given back then is for others to take up.
+        async with _loops(parts.catalog.run(), parts.worker.run()):
+            server, healthy = await _start_server(parts, settings)
+            print("decideonce worker ready", flush=True)  # noqa: T201  # the supervisor reads this
+            await stopping.asked.wait()
+            await healthy.enter_graceful_shutdown()
         parts.waiters.give_up()
-        await stopping.unless_asked_again(server.stop(settings.drain.total_seconds()))
-        await server.stop(None)
+        # Takes no new connections from here on; calls go on.
+        closing = asyncio.create_task(server.stop(settings.drain.total_seconds() + ANSWERS_LEAVE_S))
         await _end_attempts(parts, settings, stopping)
+        # Not for long: a client watches health as long as it is connected.
+        await asyncio.wait({closing}, timeout=ANSWERS_LEAVE_S)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await server.stop(None)
 
 
 async def housekeep(settings: Settings) -> None:
@@ -238,8 +247,14 @@ async def _end_attempts(parts: Parts, settings: Settings, stopping: Stopping) ->
     await stopping.unless_asked_again(parts.attempts.drain(settings.drain))
     left = parts.leases.records
     await parts.attempts.cancel()
+    # A renewal that is on its way must not come after the release.
+    await parts.leases.close()
     if left:
-        await parts.ledger.release(left)
+        try:
+            await parts.ledger.release(left)
+        except LedgerUnavailable:
+            log.warning("leases not given back: the ledger can't be reached; they run out", attempts=len(left))
+            return
     log.info("stopped", attempts_released=len(left))
 
 

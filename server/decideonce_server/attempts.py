@@ -1,6 +1,7 @@
 """Work that its caller can't cancel: a call that ends early leaves its reservation and its attempt running."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from contextvars import ContextVar
 from datetime import timedelta
@@ -39,11 +40,12 @@ class Attempts:
         if error is not None and not isinstance(error, DecideonceError):
             log.error("an attempt ended with a defect", exc_info=error)
 
-    async def drain(self, limit: timedelta) -> int:
-        """Wait until all work has ended, for `limit` at most; give how much of it has not."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=limit.total_seconds())
-        return len(self._tasks)
+    async def drain(self, limit: timedelta) -> None:
+        """Wait until all work has ended, also what it began meanwhile, for `limit` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit.total_seconds()):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
 
     async def cancel(self) -> None:
         """End what is still running."""

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import random
+from collections import Counter
+from collections.abc import Sequence
 
 import structlog
 
@@ -57,10 +59,9 @@ class DueWork:
         if not self._free:
             return
         due = await self._ledger.due(PARALLEL_MAX * CHOICE, abandoned=self.abandoned)
-        if len(due) > self._free:
-            due = random.sample(due, self._free)  # nothing secret
-        for record in due:
-            await self._take_over(record)
+        for record in _some(due, self._free):
+            # Ending this loop must not leave a lease to nobody.
+            await asyncio.shield(self._attempts.start(self._take_over(record)))
 
     async def _take_over(self, record: Record) -> None:
         taken = await self._reserve.take_over(record)
@@ -77,6 +78,16 @@ class DueWork:
         finally:
             self._free += 1
             self.poke()
+
+
+def _some(due: Sequence[Record], count: int) -> list[Record]:
+    """Choose at random, but from tenants in turn: one with a long backlog doesn't keep the others waiting."""
+    turns: Counter[str] = Counter()
+    chosen: list[tuple[int, Record]] = []
+    for record in random.sample(due, len(due)):  # nothing secret
+        turns[record.key.tenant] += 1
+        chosen.append((turns[record.key.tenant], record))
+    return [record for _, record in sorted(chosen, key=lambda choice: choice[0])[:count]]
 
 
 class BackgroundWorker(DueWork):

@@ -94,9 +94,11 @@ class IdempotencyInterceptor(UnaryInterceptor):
         return _Running(found.record, self._attempts.start(decide()))
 
     async def _own(self, running: _Running, wait: timedelta) -> bytes:
-        """Answer with this call's own attempt, as far as the caller waits for it."""
+        """Answer with this call's own attempt, as far as the caller waits for it and this process goes on."""
         await asyncio.wait({running.answer}, timeout=wait.total_seconds())
-        return running.answer.result() if running.answer.done() else answers.answer(running.record, replayed=False)
+        if not running.answer.done() or running.answer.cancelled():
+            return answers.answer(running.record, replayed=False)
+        return running.answer.result()
 
     async def _others(self, record: Record, wait: timedelta) -> bytes | None:
         """Answer from what another call or a worker records; None where its attempt was abandoned meanwhile."""

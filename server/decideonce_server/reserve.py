@@ -7,6 +7,7 @@ catalog. So a catalog change never breaks a safe resend.
 import json
 from dataclasses import dataclass
 
+import tenacity
 from google.protobuf import struct_pb2
 from uuid_utils.compat import uuid7
 
@@ -15,6 +16,7 @@ from decideonce_server.catalog_reader import CatalogReader, Operation
 from decideonce_server.errors import (
     DecideonceError,
     InvalidFacts,
+    LedgerUnavailable,
     NoActivePolicy,
     OperationKeyExpired,
     OperationKeyReused,
@@ -92,8 +94,15 @@ class Reserve:
 
     async def _reserve_or_read(self, key: Key, reservation: Reservation | DecideonceError) -> Attempt | Record:
         if isinstance(reservation, Reservation):
-            (found,) = await self._ledger.reserve([reservation])
-            return found
+            # A connection lost on the way back would leave the key to nobody for a whole lease: made again, a
+            # reservation knows its own record. Once, so that an outage is told soon.
+            trying = tenacity.AsyncRetrying(
+                retry=tenacity.retry_if_exception_type(LedgerUnavailable),
+                stop=tenacity.stop_after_attempt(2),
+                reraise=True,
+            )
+            found: list[Attempt | Record] = await trying(self._ledger.reserve, [reservation])
+            return found[0]
         (record,) = await self._ledger.read([key])
         if record is None:
             raise reservation

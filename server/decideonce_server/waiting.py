@@ -33,9 +33,12 @@ class Waiters:
         self._ledger = ledger
         self._waiters: defaultdict[Key, set[_Waiter]] = defaultdict(set)
         self._poll: asyncio.Task[None] | None = None
+        self._given_up = False
 
     async def wait(self, key: Key, limit: timedelta, is_over: Callable[[Record], bool]) -> Record | None:
         """Wait until a key's record is as awaited, and give it; None where it was not within the limit."""
+        if self._given_up:
+            return None
         waiter = _Waiter(is_over)
         self._waiters[key].add(waiter)
         if self._poll is None or self._poll.done():
@@ -69,7 +72,8 @@ class Waiters:
                     self.tell(record)
 
     def give_up(self) -> None:
-        """End every wait as if its limit had come."""
+        """End every wait as if its limit had come, and those to come at once."""
+        self._given_up = True
         for waiters in self._waiters.values():
             for waiter in waiters:
                 if not waiter.record.done():
