@@ -1,6 +1,7 @@
 """Evaluations in processes that can be killed."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -91,12 +92,20 @@ class Gate:
         os.close(self._gate)
 
 
+@contextlib.asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[Evaluators]:
+    started = Evaluators(**settings)
+    await started.start()
+    try:
+        yield started
+    finally:
+        await started.close()
+
+
 @pytest.fixture
 async def evaluators() -> AsyncIterator[Evaluators]:
-    started = Evaluators()
-    await started.start()
-    yield started
-    await started.close()
+    async with running() as started:
+        yield started
 
 
 @pytest.fixture
@@ -283,23 +292,21 @@ async def test_a_slow_policy_has_half_of_the_evaluators(evaluators: Evaluators, 
 
 async def test_policies_are_served_in_turn(gate: Gate) -> None:
     """One policy's queue doesn't hold back the first call of another."""
-    evaluators = Evaluators(size_max=1, warm=1)
-    await evaluators.start()
-    served: list[str] = []
+    async with running(size_max=1, warm=1) as evaluators:
+        served: list[str] = []
 
-    async def call(policy_id: str) -> None:
-        await evaluators.evaluate(version("return {'outcome': 'A'}", policy_id), {}, DECISION, AMPLE)
-        served.append(policy_id)
+        async def call(policy_id: str) -> None:
+            await evaluators.evaluate(version("return {'outcome': 'A'}", policy_id), {}, DECISION, AMPLE)
+            served.append(policy_id)
 
-    held = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
-    await gate.running()
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as calls:
-        for policy_id in ("a", "a", "a", "b"):
-            calls.create_task(call(policy_id))
-        gate.open()
-    assert ["a", "b", "a", "a"] == served
-    await held
-    await evaluators.close()
+        held = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
+        await gate.running()
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as calls:
+            for policy_id in ("a", "a", "a", "b"):
+                calls.create_task(call(policy_id))
+            gate.open()
+        assert ["a", "b", "a", "a"] == served
+        await held
 
 
 async def test_a_cancelled_call_ends_its_evaluator(evaluators: Evaluators, gate: Gate) -> None:
@@ -325,34 +332,36 @@ async def test_no_call_gets_the_answer_of_a_cancelled_one(evaluators: Evaluators
 
 async def test_a_call_can_be_cancelled_while_it_waits(gate: Gate) -> None:
     """A cancelled call gives up its place, and those behind it are served."""
-    evaluators = Evaluators(size_max=2, warm=1)
-    await evaluators.start()
-    policy = version(GATED)
-    first, second, third = (
-        asyncio.create_task(evaluators.evaluate(policy, {**gate.facts, "n": n}, DECISION, AMPLE)) for n in range(3)
-    )
-    await gate.running()
-    second.cancel()
-    await asyncio.wait({second})
-    gate.open(2)
-    assert [0, 2] == [(await call).outputs["n"] for call in (first, third)]
-    await evaluators.close()
+    async with running(size_max=2, warm=1) as evaluators:
+        policy = version(GATED)
+        first, second, third = (
+            asyncio.create_task(evaluators.evaluate(policy, {**gate.facts, "n": n}, DECISION, AMPLE)) for n in range(3)
+        )
+        await gate.running()
+        second.cancel()
+        await asyncio.wait({second})
+        gate.open(2)
+        assert [0, 2] == [(await call).outputs["n"] for call in (first, third)]
 
 
 async def test_a_call_cancelled_as_it_is_served_gives_its_evaluator_back(gate: Gate) -> None:
     """A call that is cancelled in the moment in which an evaluator became its own takes none along."""
-    evaluators = Evaluators(size_max=1, warm=1)
-    await evaluators.start()
-    call = asyncio.create_task(echo(evaluators))
-    blocked = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
-    blocked.add_done_callback(lambda _: call.cancel())
-    waiting = asyncio.create_task(echo(evaluators, 7))
-    await gate.running()
-    gate.open()
-    async with asyncio.timeout(LIMIT_S):
-        await asyncio.wait({call, blocked})
+    async with running(size_max=1, warm=1) as evaluators, asyncio.timeout(LIMIT_S):
+
+        async def hold() -> None:
+            await evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE)
+            # The evaluator was just handed on, and the call that it went to has not run since.
+            call.cancel()
+
+        held = asyncio.create_task(hold())
+        await gate.running()
+        call = asyncio.create_task(echo(evaluators))
+        # Both calls of one policy, so that they are served in this order.
+        waiting = asyncio.create_task(echo(evaluators, 7))
+        gate.open()
+        await held
         assert 7 == (await waiting)["n"]
-    await evaluators.close()
+        assert call.cancelled()
 
 
 async def test_preparing_is_not_charged_to_the_budget(evaluators: Evaluators) -> None:
@@ -371,33 +380,31 @@ async def test_preparing_has_a_limit(evaluators: Evaluators, monkeypatch: pytest
 async def test_prepared_versions_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluator keeps the versions used last, and prepares one anew that it had to let go."""
     monkeypatch.setattr(evaluator, "PREPARED_MAX", 2)
-    evaluators = Evaluators(size_max=1, warm=1)
-    await evaluators.start()
-    counting = {
-        name: version(f"calls.append(1)\nreturn {{'outcome': '{name}', 'calls': len(calls)}}", setup="calls = []")
-        for name in "abc"
-    }
-    seen = []
-    for name in "aabacabb":
-        evaluation = await evaluators.evaluate(counting[name], {}, DECISION, AMPLE)
-        seen.append((evaluation.outcome, evaluation.outputs["calls"]))
-    await evaluators.close()
+    async with running(size_max=1, warm=1) as evaluators:
+        counting = {
+            name: version(f"calls.append(1)\nreturn {{'outcome': '{name}', 'calls': len(calls)}}", setup="calls = []")
+            for name in "abc"
+        }
+        seen = []
+        for name in "aabacabb":
+            evaluation = await evaluators.evaluate(counting[name], {}, DECISION, AMPLE)
+            seen.append((evaluation.outcome, evaluation.outputs["calls"]))
     assert [("a", 1), ("a", 2), ("b", 1), ("a", 3), ("c", 1), ("a", 4), ("b", 1), ("b", 2)] == seen
 
 
 async def test_evaluators_that_are_not_needed_end(gate: Gate) -> None:
     """After a while without work only the warm ones are left."""
-    evaluators = Evaluators(size_max=8, warm=1, idle_max=timedelta(milliseconds=50))
-    await evaluators.start()
-    calls = [asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE)) for _ in range(4)]
-    pids = [await gate.running() for _ in range(4)]
-    gate.open(4)
-    await asyncio.gather(*calls)
-    ends = [asyncio.create_task(ended(pid)) for pid in pids]
-    while sum(end.done() for end in ends) < 3:
-        await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
-    assert 7 == (await echo(evaluators, 7))["n"]
-    await evaluators.close()
+    async with running(size_max=8, warm=1, idle_max=timedelta(milliseconds=50)) as evaluators:
+        calls = [
+            asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE)) for _ in range(4)
+        ]
+        pids = [await gate.running() for _ in range(4)]
+        gate.open(4)
+        await asyncio.gather(*calls)
+        ends = [asyncio.create_task(ended(pid)) for pid in pids]
+        while sum(end.done() for end in ends) < 3:
+            await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
+        assert 7 == (await echo(evaluators, 7))["n"]
     await asyncio.gather(*ends)
 
 
@@ -459,10 +466,8 @@ async def test_evaluators_are_alike_everywhere(monkeypatch: pytest.MonkeyPatch) 
     )
     outputs = []
     for _ in range(2):
-        evaluators = Evaluators(warm=1)
-        await evaluators.start()
-        outputs.append((await evaluators.evaluate(policy, {}, DECISION, AMPLE)).outputs)
-        await evaluators.close()
+        async with running(warm=1) as evaluators:
+            outputs.append((await evaluators.evaluate(policy, {}, DECISION, AMPLE)).outputs)
     assert ([], "UTC") == (outputs[0]["names"], outputs[0]["zone"])
     assert outputs[0] == outputs[1]
 
