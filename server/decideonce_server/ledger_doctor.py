@@ -24,9 +24,8 @@ OVERDUE_ANSWERS = Statement(
     "doctor_overdue_answers",
     f"""SELECT {_FOUND} FROM ledger l
     WHERE l.bucket = :bucket AND l.state IN (2, 4) AND l.replayable_until < statement_timestamp() - interval '1 hour'
-        AND NOT EXISTS (
-            SELECT FROM outbox o WHERE o.bucket = l.bucket AND o.tenant = l.tenant
-                AND o.operation = l.operation AND o.operation_key = l.operation_key)""",
+        AND (l.tenant, l.operation, l.operation_key) NOT IN (
+            SELECT o.tenant, o.operation, o.operation_key FROM outbox o WHERE o.bucket = :bucket)""",
 )
 
 HELD_ANSWERS = Statement(
@@ -34,9 +33,8 @@ HELD_ANSWERS = Statement(
     "doctor_held_answers",
     f"""SELECT {_FOUND} FROM ledger l
     WHERE l.bucket = :bucket AND l.state IN (2, 4) AND l.replayable_until < statement_timestamp() - interval '1 hour'
-        AND EXISTS (
-            SELECT FROM outbox o WHERE o.bucket = l.bucket AND o.tenant = l.tenant
-                AND o.operation = l.operation AND o.operation_key = l.operation_key)""",
+        AND (l.tenant, l.operation, l.operation_key) IN (
+            SELECT o.tenant, o.operation, o.operation_key FROM outbox o WHERE o.bucket = :bucket)""",
 )
 
 OVERDUE_TOMBSTONES = Statement(

@@ -41,7 +41,7 @@ TURN_S = 10.0
 # A turn that the rows' end cut short says little about the slowest hundredth.
 CALLS_PER_TURN_MIN = 1_000
 
-# Bodies of a usual size, past their retention for a second at least; `retained` says what becomes of the tombstones.
+# Bodies of a usual size, all past their retention, in the order in which time writes rows.
 PLANT = """
     INSERT INTO ledger (bucket, tenant, operation, operation_key, decision_id, state, attempt, background,
         fingerprint_version, fingerprint, operation_version, policy_id, policy_version, reserve_time, complete_time,
@@ -50,9 +50,8 @@ PLANT = """
         1, false, 1, sha256(convert_to(k.operation_key, 'UTF8')), 1, 'table', 1, k.ended, k.ended, k.ended,
         k.ended + $3, convert_to(repeat('f', 200), 'UTF8'), convert_to(repeat('r', 500), 'UTF8')
     FROM (
-        SELECT 'expired-' || gen_random_uuid() AS operation_key, now() - random() * interval '1 day' - interval '1 s'
-            AS ended
-        FROM generate_series(1, $1)
+        SELECT 'expired-' || gen_random_uuid() AS operation_key, now() - ($1 - n + 1) * (interval '1 day' / $1) AS ended
+        FROM generate_series(1, $1) AS n
     ) k
 """
 
