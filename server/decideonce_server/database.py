@@ -62,6 +62,10 @@ class LockTimeout(LedgerUnavailable):
     """Another transaction held what was needed for longer than the lock time-out; nothing was written."""
 
 
+class ConnectionLost(LedgerUnavailable):
+    """The connection to the ledger was lost, and whether the call took effect is unknown; send it again, same key."""
+
+
 class UniqueViolation(Exception):
     """A row with these values is there already; nothing was written."""
 
@@ -117,8 +121,8 @@ class Database:
         Raises:
             LockTimeout: a row stayed locked by another transaction.
             UniqueViolation: a row with these values is there already.
-            LedgerUnavailable: Postgres can't be reached or can't do it now. Whether the statement took effect is
-                unknown.
+            ConnectionLost: whether the statement took effect is unknown.
+            LedgerUnavailable: Postgres can't be reached or can't do it now.
         """
         with _typed_errors():
             async with self.engine.connect() as connection:
@@ -185,7 +189,9 @@ def _typed_errors() -> Iterator[None]:
             raise LockTimeout from error
         if sqlstate == UNIQUE_VIOLATION:
             raise UniqueViolation from error
-        if error.connection_invalidated or not sqlstate or sqlstate.startswith(RETRYABLE_CLASSES):
+        if error.connection_invalidated or not sqlstate:
+            raise ConnectionLost from error
+        if sqlstate.startswith(RETRYABLE_CLASSES):
             raise LedgerUnavailable from error
         raise
     except (PoolTimeout, *CONNECT_ERRORS) as error:

@@ -126,7 +126,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of an attempt. `retention` and `tombstone_retention` of None are for ever."""
+    """The end of an attempt. `retention` and `tombstone_retention` of None are for ever.
+
+    `abandoned` is set where it isn't the attempt that ends itself: then the lease must be over, or the attempt failed.
+    """
 
     key: Key
     attempt: int
@@ -136,6 +139,7 @@ class Completion:
     tombstone_retention: timedelta | None
     retry_after: timedelta | None = None
     events: Sequence[outbox.Event] = field(default_factory=tuple)
+    abandoned: bool = False
 
 
 _KEYS = """unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
@@ -203,7 +207,8 @@ TAKE_OVER = Statement(
 
 COMPLETE = Statement(
     # The decision and its events in one statement, hence in one transaction; an attempt that lost its lease to another
-    # changes nothing and tells no event. FAILED_RETRYABLE may become FAILED_FINAL: that is how attempts are exhausted.
+    # changes nothing and tells no event. Whoever ends what was abandoned finds it so at that moment: attempts are
+    # exhausted only when nobody is at work.
     "complete",
     f"""WITH done AS (
         UPDATE ledger l SET state = c.state, lease_expires_at = NULL, response = c.response,
@@ -214,12 +219,13 @@ COMPLETE = Statement(
         FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
             CAST(:operation_keys AS text[]), CAST(:attempts AS integer[]), CAST(:states AS smallint[]),
             CAST(:responses AS bytea[]), CAST(:retry_afters AS interval[]), CAST(:retentions AS interval[]),
-            CAST(:tombstone_retentions AS interval[]))
+            CAST(:tombstone_retentions AS interval[]), CAST(:abandoned AS boolean[]))
             AS c (bucket, tenant, operation, operation_key, attempt, state, response, retry_after, retention,
-                tombstone_retention)
+                tombstone_retention, abandoned)
         WHERE l.bucket = c.bucket AND l.tenant = c.tenant AND l.operation = c.operation
             AND l.operation_key = c.operation_key AND l.attempt = c.attempt
-            AND (l.state = 1 OR l.state = 3 AND c.state = 4)
+            AND CASE WHEN c.abandoned THEN l.state = 3 OR l.state = 1 AND l.lease_expires_at <= statement_timestamp()
+                ELSE l.state = 1 END
         RETURNING {_RECORD}
     ), told AS (
         {outbox.INSERT_FOR_DONE}
@@ -373,6 +379,7 @@ class Ledger:
             retry_afters=[c.retry_after for c in ordered],
             retentions=[c.retention for c in ordered],
             tombstone_retentions=[c.tombstone_retention for c in ordered],
+            abandoned=[c.abandoned for c in ordered],
             **outbox.insert_parameters(events),
         )
         done = {record.key: record for record in map(_record, rows)}

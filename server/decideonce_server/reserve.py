@@ -5,18 +5,17 @@ catalog. So a catalog change never breaks a safe resend.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import tenacity
 from google.protobuf import struct_pb2
 from uuid_utils.compat import uuid7
 
 from decideonce_server.catalog import Execution
 from decideonce_server.catalog_reader import CatalogReader, Operation
+from decideonce_server.database import ConnectionLost
 from decideonce_server.errors import (
     DecideonceError,
     InvalidFacts,
-    LedgerUnavailable,
     NoActivePolicy,
     OperationKeyExpired,
     OperationKeyReused,
@@ -94,15 +93,13 @@ class Reserve:
 
     async def _reserve_or_read(self, key: Key, reservation: Reservation | DecideonceError) -> Attempt | Record:
         if isinstance(reservation, Reservation):
-            # A connection lost on the way back would leave the key to nobody for a whole lease: made again, a
-            # reservation knows its own record. Once, so that an outage is told soon.
-            trying = tenacity.AsyncRetrying(
-                retry=tenacity.retry_if_exception_type(LedgerUnavailable),
-                stop=tenacity.stop_after_attempt(2),
-                reraise=True,
-            )
-            found: list[Attempt | Record] = await trying(self._ledger.reserve, [reservation])
-            return found[0]
+            try:
+                (found,) = await self._ledger.reserve([reservation])
+            except ConnectionLost:
+                # Lost on the way back, it would leave the key to nobody for a whole lease: made again, a reservation
+                # knows its own record.
+                (found,) = await self._ledger.reserve([reservation])
+            return found
         (record,) = await self._ledger.read([key])
         if record is None:
             raise reservation
@@ -126,7 +123,7 @@ class Reserve:
         if record.attempt >= operation.contract.max_attempts:
             policy = await self._catalog.policy_version(record.policy_id, record.policy_version)
             end = completion(Attempt(record, b""), operation.contract, policy, ATTEMPTS_EXHAUSTED)
-            return (await self._ledger.complete([end]))[0]
+            return (await self._ledger.complete([replace(end, abandoned=True)]))[0]
         return (await self._ledger.take_over([record], [operation.contract.lease]))[0]
 
 

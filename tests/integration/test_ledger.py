@@ -179,6 +179,31 @@ async def test_finished_key_is_never_completed_again(ledger: Ledger) -> None:
     assert record.response == b"response"
 
 
+async def test_attempt_whose_lease_lasts_is_not_ended_as_abandoned(ledger: Ledger, database: Database) -> None:
+    """Who ends an attempt for another does so only where its lease is over: one renewed in time goes on, untold."""
+    await ledger.reserve([reservation(lease=timedelta(milliseconds=1))])
+    (record,) = await ledger.read([KEY])
+    while not record.is_abandoned:
+        (record,) = await ledger.read([KEY])
+    exhausted = completion(state=State.FAILED_FINAL, abandoned=True, events=[event()])
+    assert {KEY} == await ledger.renew([record], [timedelta(seconds=30)])
+    assert [None] == await ledger.complete([exhausted])
+    assert 0 == (await Outbox(database).pending(1))[0]
+    await ledger.release([record])
+    (done,) = await ledger.complete([exhausted])
+    assert State.FAILED_FINAL == done.state
+
+
+async def test_failed_attempt_may_be_ended_for_good(ledger: Ledger) -> None:
+    """What is FAILED_RETRYABLE can be ended by whoever finds its attempts used up, and not by the attempt itself."""
+    await ledger.reserve([reservation()])
+    await ledger.complete([completion(state=State.FAILED_RETRYABLE)])
+    final = completion(state=State.FAILED_FINAL)
+    assert [None] == await ledger.complete([final])
+    (done,) = await ledger.complete([completion(state=State.FAILED_FINAL, abandoned=True)])
+    assert State.FAILED_FINAL == done.state
+
+
 async def test_answer_past_its_retention_is_expired_at_read_time(ledger: Ledger) -> None:
     """A record past its retention is EXPIRED and without a body, though nobody has purged it."""
     await ledger.reserve([reservation()])

@@ -40,7 +40,7 @@ class DecisionEvent(_message.Message):
     """"decideonce.decision.v1" with `recorded`; the effect's own type with `effect`."""
     @_builtins.property
     def event_time(self) -> _timestamp_pb2.Timestamp:
-        """When the decision was recorded, by the database's clock."""
+        """When the decision was made: its provenance's evaluate_time."""
 
     @_builtins.property
     def provenance(self) -> _decision_service_pb2.Provenance:
