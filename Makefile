@@ -35,7 +35,7 @@ test: setup ## all tests, on a PostgreSQL of their own
 chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=10] [SEED=…]
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
-bench: setup ## what purging a million answers costs the calls that go on, about 10 minutes
+bench: setup ## what purging a million answers costs the calls that go on, about 20 minutes
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
 
 check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stubs

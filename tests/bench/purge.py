@@ -37,7 +37,8 @@ from harness import Caller, ServiceProcess, make_token, new_key, table_policy, u
 OPERATION = "bench.decide"
 ROWS = 1_000_000
 CALLS_PER_S = 200
-TURN_S = 10.0
+# Shorter than the service's limit for an answer of Postgres, which counts on while housekeeping is stopped.
+TURN_S = 6.0
 # A turn that the rows' end cut short says little about the slowest hundredth.
 CALLS_PER_TURN_MIN = 1_000
 
