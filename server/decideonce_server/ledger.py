@@ -5,8 +5,9 @@
                   └──────take_over──────────┘  (also from PROCESSING past its lease)
 
 Postgres is authoritative, and its clock alone judges leases and retention, at read time. `attempt` is the fencing
-token: who reserves or takes over holds it, and a completion that names another changes nothing. Every operation takes
-and returns sets, in the order of their members; sets are sorted by key when they are sent, so that two can't deadlock.
+token: who reserves or takes over holds it, and a completion that names another changes nothing. A key that was
+forgotten begins again at attempt 1, so every write compares the decision's id too. Every operation takes and returns
+sets, in the order of their members; sets are sorted by key when they are sent, so that two can't deadlock.
 """
 
 import hashlib
@@ -132,6 +133,7 @@ class Completion:
     """
 
     key: Key
+    decision_id: UUID
     attempt: int
     state: State
     response: bytes
@@ -197,10 +199,10 @@ TAKE_OVER = Statement(
     f"""UPDATE ledger l SET state = 1, attempt = l.attempt + 1, lease_expires_at = statement_timestamp() + t.lease,
         retry_at = NULL, response = NULL
     FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
-        CAST(:operation_keys AS text[]), CAST(:attempts AS integer[]), CAST(:leases AS interval[]))
-        AS t (bucket, tenant, operation, operation_key, attempt, lease)
+        CAST(:operation_keys AS text[]), CAST(:decision_ids AS uuid[]), CAST(:attempts AS integer[]),
+        CAST(:leases AS interval[])) AS t (bucket, tenant, operation, operation_key, decision_id, attempt, lease)
     WHERE l.bucket = t.bucket AND l.tenant = t.tenant AND l.operation = t.operation
-        AND l.operation_key = t.operation_key AND l.attempt = t.attempt
+        AND l.operation_key = t.operation_key AND l.decision_id = t.decision_id AND l.attempt = t.attempt
         AND (l.state = 3 OR l.state = 1 AND l.lease_expires_at <= statement_timestamp())
     RETURNING {_RECORD}, l.facts""",
 )
@@ -217,13 +219,13 @@ COMPLETE = Statement(
             key_retained_until =
                 CASE WHEN c.state <> 3 THEN statement_timestamp() + c.retention + c.tombstone_retention END
         FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
-            CAST(:operation_keys AS text[]), CAST(:attempts AS integer[]), CAST(:states AS smallint[]),
-            CAST(:responses AS bytea[]), CAST(:retry_afters AS interval[]), CAST(:retentions AS interval[]),
-            CAST(:tombstone_retentions AS interval[]), CAST(:abandoned AS boolean[]))
-            AS c (bucket, tenant, operation, operation_key, attempt, state, response, retry_after, retention,
-                tombstone_retention, abandoned)
+            CAST(:operation_keys AS text[]), CAST(:decision_ids AS uuid[]), CAST(:attempts AS integer[]),
+            CAST(:states AS smallint[]), CAST(:responses AS bytea[]), CAST(:retry_afters AS interval[]),
+            CAST(:retentions AS interval[]), CAST(:tombstone_retentions AS interval[]), CAST(:abandoned AS boolean[]))
+            AS c (bucket, tenant, operation, operation_key, decision_id, attempt, state, response, retry_after,
+                retention, tombstone_retention, abandoned)
         WHERE l.bucket = c.bucket AND l.tenant = c.tenant AND l.operation = c.operation
-            AND l.operation_key = c.operation_key AND l.attempt = c.attempt
+            AND l.operation_key = c.operation_key AND l.decision_id = c.decision_id AND l.attempt = c.attempt
             AND CASE WHEN c.abandoned THEN l.state = 3 OR l.state = 1 AND l.lease_expires_at <= statement_timestamp()
                 ELSE l.state = 1 END
         RETURNING {_RECORD}
@@ -238,10 +240,11 @@ RENEW = Statement(
     "renew",
     """UPDATE ledger l SET lease_expires_at = statement_timestamp() + t.lease
     FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
-        CAST(:operation_keys AS text[]), CAST(:attempts AS integer[]), CAST(:leases AS interval[]))
-        AS t (bucket, tenant, operation, operation_key, attempt, lease)
+        CAST(:operation_keys AS text[]), CAST(:decision_ids AS uuid[]), CAST(:attempts AS integer[]),
+        CAST(:leases AS interval[])) AS t (bucket, tenant, operation, operation_key, decision_id, attempt, lease)
     WHERE l.bucket = t.bucket AND l.tenant = t.tenant AND l.operation = t.operation
-        AND l.operation_key = t.operation_key AND l.attempt = t.attempt AND l.state = 1
+        AND l.operation_key = t.operation_key AND l.decision_id = t.decision_id AND l.attempt = t.attempt
+        AND l.state = 1
     RETURNING l.tenant, l.operation, l.operation_key""",
 )
 
@@ -360,6 +363,7 @@ class Ledger:
         rows = await self._database.run(
             TAKE_OVER,
             **parameters,
+            decision_ids=[record.decision_id for record in records],
             attempts=[record.attempt for record in records],
             leases=list(leases),
         )
@@ -373,6 +377,7 @@ class Ledger:
         rows = await self._database.run(
             COMPLETE,
             **_key_parameters([c.key for c in ordered]),
+            decision_ids=[c.decision_id for c in ordered],
             attempts=[c.attempt for c in ordered],
             states=[c.state for c in ordered],
             responses=[c.response for c in ordered],
@@ -390,6 +395,7 @@ class Ledger:
         rows = await self._database.run(
             RENEW,
             **_key_parameters([record.key for record in records]),
+            decision_ids=[record.decision_id for record in records],
             attempts=[record.attempt for record in records],
             leases=list(leases),
         )

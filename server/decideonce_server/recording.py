@@ -79,6 +79,7 @@ def completion(
     state = State(response.status)
     return Completion(
         key=record.key,
+        decision_id=record.decision_id,
         attempt=record.attempt,
         state=state,
         response=response.SerializeToString(deterministic=True),

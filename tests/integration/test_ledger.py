@@ -13,13 +13,14 @@ from decideonce_server.ledger import Attempt, Completion, Key, Ledger, Record, R
 from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.outbox import Event, Outbox
 
+DECISION_ID = uuid.uuid4()
 KEY = Key("acme", "credit.approve-loan", "0123456789abcdef")
 
 
 def reservation(key: Key = KEY, **changes) -> Reservation:
     fields = {
         "key": key,
-        "decision_id": uuid.uuid4(),
+        "decision_id": DECISION_ID,
         "fingerprint_version": 1,
         "fingerprint": b"f" * 32,
         "operation_version": 1,
@@ -35,6 +36,7 @@ def reservation(key: Key = KEY, **changes) -> Reservation:
 def completion(key: Key = KEY, **changes) -> Completion:
     fields = {
         "key": key,
+        "decision_id": DECISION_ID,
         "attempt": 1,
         "state": State.SUCCEEDED,
         "response": b"response",
@@ -67,14 +69,14 @@ async def test_first_reservation_gets_attempt_one(ledger: Ledger) -> None:
 async def test_second_reservation_sees_the_first(ledger: Ledger) -> None:
     """Who comes second sees the first one's record and gets no attempt."""
     (first,) = await ledger.reserve([reservation()])
-    (second,) = await ledger.reserve([reservation()])
+    (second,) = await ledger.reserve([reservation(decision_id=uuid.uuid4())])
     assert isinstance(second, Record)
     assert first.record.decision_id == second.decision_id
 
 
 async def test_key_twice_in_one_set_is_reserved_once(ledger: Ledger) -> None:
     """Of two members of a set with one key, one holds the attempt and the other sees it."""
-    results = await ledger.reserve([reservation(), reservation()])
+    results = await ledger.reserve([reservation(), reservation(decision_id=uuid.uuid4())])
     assert [Attempt, Record] == sorted((type(result) for result in results), key=lambda kind: kind.__name__)
 
 
@@ -217,9 +219,19 @@ async def test_key_past_its_tombstone_is_new_again(ledger: Ledger) -> None:
     await ledger.reserve([reservation()])
     await ledger.complete([completion(retention=timedelta(0), tombstone_retention=timedelta(0))])
     assert await ledger.read([KEY]) == [None]
-    (again,) = await ledger.reserve([reservation()])
+    (again,) = await ledger.reserve([reservation(decision_id=uuid.uuid4())])
     assert isinstance(again, Attempt)
     assert again.record.attempt == 1
+
+
+async def test_attempt_of_a_forgotten_reservation_changes_nothing(ledger: Ledger) -> None:
+    """An attempt that slept until its key was forgotten and reserved anew neither ends nor renews the new one."""
+    (old,) = await ledger.reserve([reservation()])
+    await ledger.complete([completion(retention=timedelta(0), tombstone_retention=timedelta(0))])
+    await ledger.reserve([reservation(decision_id=uuid.uuid4(), lease=timedelta(0))])
+    assert [None] == await ledger.complete([completion(response=b"of another decision")])
+    assert set() == await ledger.renew([old.record], [timedelta(seconds=30)])
+    assert [None] == await ledger.take_over([old.record], [timedelta(seconds=30)])
 
 
 async def test_keys_that_concatenate_alike_are_different_keys(ledger: Ledger) -> None:

@@ -23,7 +23,7 @@ def _rewrite(statement: str, old: str, new: str) -> None:
 
 def plant_no_fence() -> None:
     """A completion doesn't compare the attempt."""
-    _rewrite("COMPLETE", "AND l.attempt = c.attempt\n", "\n")
+    _rewrite("COMPLETE", "AND l.decision_id = c.decision_id AND l.attempt = c.attempt\n", "\n")
     _rewrite("COMPLETE", "ELSE l.state = 1 END", "ELSE true END")
 
 
