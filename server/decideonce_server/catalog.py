@@ -4,6 +4,7 @@ Versions are immutable. A catalog in force is one revision that names a version 
 a reader sees all of an apply or nothing of it.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -14,6 +15,11 @@ from decideonce_server.policy import NAME_LENGTH_MAX, EngineName, PolicyVersion,
 from decideonce_server.values import Json
 
 NAME_RULE = f'must be parts of [a-z0-9]+ joined by "." or "-", {NAME_LENGTH_MAX} characters at most'
+DEFAULT_TOPIC = "decideonce.events"
+# What a topic of Kafka and a subject of NATS both can be.
+TOPIC_LENGTH_MAX = 249
+TOPIC_PATTERN = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+TOPIC_RULE = f'must be parts of [A-Za-z0-9_-]+ joined by ".", {TOPIC_LENGTH_MAX} characters at most'
 POLICY_VERSION_MAX = 2**31 - 1  # a Postgres integer
 MAX_ATTEMPTS_MAX = 100
 MAX_WAIT = timedelta(minutes=5)  # proxies and load balancers cut calls that say nothing for longer
@@ -59,6 +65,7 @@ class OperationContract:
     retention: timedelta | None
     tombstone_retention: timedelta | None
     facts_schema: str
+    topic: str = DEFAULT_TOPIC
 
 
 def operation_contract(  # noqa: PLR0913 - one per setting, by name only
@@ -75,6 +82,7 @@ def operation_contract(  # noqa: PLR0913 - one per setting, by name only
     max_attempts: int | None = None,
     retention: timedelta | None = None,
     tombstone_retention: timedelta | None = None,
+    topic: str | None = None,
 ) -> OperationContract:
     """Make a contract; what is None has the default that OperationDefinition in catalog.proto documents."""
     if default_wait is None:
@@ -92,6 +100,7 @@ def operation_contract(  # noqa: PLR0913 - one per setting, by name only
         retention=retention,
         tombstone_retention=tombstone_retention,
         facts_schema=facts_schema,
+        topic=topic or DEFAULT_TOPIC,
     )
 
 
@@ -107,6 +116,7 @@ def contract_violations(contract: OperationContract, field: str | None = None) -
         ("policy", held is None or contract.policy_id is not None, "must name the policy whose version it holds"),
         ("policy", held is None or 1 <= held <= POLICY_VERSION_MAX, "must hold a version from 1 to 2^31-1"),
         ("max_attempts", 1 <= contract.max_attempts <= MAX_ATTEMPTS_MAX, f"must be 1 to {MAX_ATTEMPTS_MAX}"),
+        ("topic", is_topic(contract.topic), TOPIC_RULE),
         ("default_wait", timedelta(0) <= contract.default_wait <= contract.max_wait, "must be 0s to max_wait"),
     ]
     for name, (least, most, text) in _BOUNDS.items():
@@ -114,6 +124,11 @@ def contract_violations(contract: OperationContract, field: str | None = None) -
         limits.append((name, duration is None or least <= duration <= most, f"must be {text}"))
     root = f"operations/{contract.operation}" if field is None else field
     return [Violation(f"{root}/{name}", rule) for name, is_kept, rule in limits if not is_kept]
+
+
+def is_topic(text: str) -> bool:
+    """Tell whether events can be sent to a topic of this name."""
+    return len(text) <= TOPIC_LENGTH_MAX and TOPIC_PATTERN.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

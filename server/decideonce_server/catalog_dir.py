@@ -62,6 +62,7 @@ _OPERATION = json_schema.compile_schema(
             "max_attempts": {"type": "integer"},
             "retention": _LIFETIME_SHAPE,
             "tombstone_retention": _LIFETIME_SHAPE,
+            "topic": {"type": "string", "minLength": 1},
             "facts": {"type": "object"},
         },
         "additionalProperties": False,
@@ -201,6 +202,7 @@ class _Reader:
             policy_version=int(held) if held else None,
             execution=Execution(settings.get("execution", Execution.INLINE)),
             max_attempts=int(settings["max_attempts"]) if "max_attempts" in settings else None,
+            topic=settings.get("topic"),
             facts_schema=json.dumps(settings["facts"], sort_keys=True, separators=(",", ":"), ensure_ascii=False),
             **{name: parse_duration(settings[name]) for name in _DURATIONS if name in settings},
         )

@@ -65,6 +65,7 @@ def _operation_definition(contract: OperationContract) -> wire.OperationDefiniti
         execution=EXECUTIONS[contract.execution],
         max_attempts=contract.max_attempts,
         facts_schema=contract.facts_schema,
+        topic=contract.topic,
     )
     for name in DURATIONS:
         duration: timedelta | None = getattr(contract, name)
@@ -128,5 +129,6 @@ def _contract(operation: wire.OperationDefinition) -> OperationContract:
         execution=Execution.BACKGROUND if background else Execution.INLINE,
         max_attempts=operation.max_attempts or None,
         facts_schema=operation.facts_schema,
+        topic=operation.topic,
         **given,
     )

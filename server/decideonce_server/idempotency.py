@@ -60,7 +60,7 @@ class IdempotencyInterceptor(UnaryInterceptor):
         """Reserve the call's key and hand it on, or answer from the record."""
         if method not in self._protected:
             return await proceed(request, context)
-        decision = decision_request(current_caller().tenant, request)
+        decision = decision_request(current_caller().tenant, request, context.invocation_metadata() or ())
         asked_wait = wait_of(request)
         deadline = _deadline(context)
 

@@ -79,6 +79,7 @@ class Reservation:
     lease: timedelta
     background: bool
     facts: bytes
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class Record:
     replayable_until: datetime | None
     key_retained_until: datetime | None
     response: bytes | None
+    traceparent: str | None = None
 
     @property
     def is_abandoned(self) -> bool:
@@ -151,7 +153,7 @@ _RECORD = """l.bucket, l.tenant, l.operation, l.operation_key, l.decision_id, l.
     l.fingerprint_version, l.fingerprint, l.operation_version, l.policy_id, l.policy_version, l.reserve_time,
     statement_timestamp() AS read_time,
     l.lease_expires_at - statement_timestamp() AS lease_left, l.retry_at - statement_timestamp() AS retry_left,
-    l.replayable_until, l.key_retained_until,
+    l.replayable_until, l.key_retained_until, l.traceparent,
     CASE WHEN l.replayable_until <= statement_timestamp() THEN 5 ELSE l.state END AS state,
     CASE WHEN l.replayable_until <= statement_timestamp() THEN NULL ELSE l.response END AS response"""
 
@@ -161,18 +163,18 @@ RESERVE = Statement(
     "reserve",
     f"""INSERT INTO ledger AS l (bucket, tenant, operation, operation_key, decision_id, state, attempt,
         lease_expires_at, background, fingerprint_version, fingerprint, operation_version, policy_id, policy_version,
-        reserve_time, facts)
+        reserve_time, facts, traceparent)
     SELECT n.bucket, n.tenant, n.operation, n.operation_key, n.decision_id, 1, CASE WHEN n.background THEN 0 ELSE 1 END,
         statement_timestamp() + CASE WHEN n.background THEN interval '0' ELSE n.lease END,
         n.background, n.fingerprint_version, n.fingerprint, n.operation_version, n.policy_id, n.policy_version,
-        statement_timestamp(), n.facts
+        statement_timestamp(), n.facts, n.traceparent
     FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
         CAST(:operation_keys AS text[]), CAST(:decision_ids AS uuid[]), CAST(:leases AS interval[]),
         CAST(:backgrounds AS boolean[]), CAST(:fingerprint_versions AS smallint[]), CAST(:fingerprints AS bytea[]),
         CAST(:operation_versions AS integer[]), CAST(:policy_ids AS text[]), CAST(:policy_versions AS integer[]),
-        CAST(:facts AS bytea[]))
+        CAST(:facts AS bytea[]), CAST(:traceparents AS text[]))
         AS n (bucket, tenant, operation, operation_key, decision_id, lease, background, fingerprint_version,
-            fingerprint, operation_version, policy_id, policy_version, facts)
+            fingerprint, operation_version, policy_id, policy_version, facts, traceparent)
     ORDER BY n.bucket, n.tenant, n.operation, n.operation_key
     ON CONFLICT (bucket, tenant, operation, operation_key) DO NOTHING
     RETURNING {_RECORD}""",
@@ -279,7 +281,9 @@ TOMBSTONE = Statement(
         SELECT e.bucket, e.tenant, e.operation, e.operation_key FROM ledger e
         WHERE e.bucket = :bucket AND e.state IN (2, 4) AND e.replayable_until <= statement_timestamp()
             AND (e.tenant, e.operation, e.operation_key) NOT IN (
-                SELECT o.tenant, o.operation, o.operation_key FROM outbox o WHERE o.bucket = :bucket)
+                SELECT o.tenant, o.operation, o.operation_key FROM outbox o WHERE o.bucket = :bucket
+                UNION ALL
+                SELECT p.tenant, p.operation, p.operation_key FROM outbox_parked p WHERE p.bucket = :bucket)
         ORDER BY e.replayable_until LIMIT :limit
     ) k
     WHERE l.bucket = k.bucket AND l.tenant = k.tenant AND l.operation = k.operation
@@ -447,6 +451,7 @@ def _reserve_parameters(reservations: Sequence[Reservation]) -> dict[str, list[A
         "policy_ids": [r.policy_id for r in reservations],
         "policy_versions": [r.policy_version for r in reservations],
         "facts": [r.facts for r in reservations],
+        "traceparents": [r.traceparent for r in reservations],
     }
 
 
@@ -469,4 +474,5 @@ def _record(row: Row[Any]) -> Record:
         replayable_until=row.replayable_until,
         key_retained_until=row.key_retained_until,
         response=row.response,
+        traceparent=row.traceparent,
     )

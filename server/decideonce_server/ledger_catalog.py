@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from decideonce_server.catalog import Catalog, Execution, OperationContract, OperationVersion
+from decideonce_server.catalog import DEFAULT_TOPIC, Catalog, Execution, OperationContract, OperationVersion
 from decideonce_server.database import Database, Statement, UniqueViolation
 from decideonce_server.errors import CatalogConflict
 from decideonce_server.policy import PolicyVersion, content_digest
@@ -107,6 +107,9 @@ def contract_text(contract: OperationContract) -> str:
         "tombstone_retention_us": _microseconds(contract.tombstone_retention),
         "facts_schema": contract.facts_schema,
     }
+    # Not there where it is the default: versions that were made before there were topics stay what they are.
+    if contract.topic != DEFAULT_TOPIC:
+        content["topic"] = contract.topic
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 

@@ -25,7 +25,9 @@ OVERDUE_ANSWERS = Statement(
     f"""SELECT {_FOUND} FROM ledger l
     WHERE l.bucket = :bucket AND l.state IN (2, 4) AND l.replayable_until < statement_timestamp() - interval '1 hour'
         AND (l.tenant, l.operation, l.operation_key) NOT IN (
-            SELECT o.tenant, o.operation, o.operation_key FROM outbox o WHERE o.bucket = :bucket)""",
+            SELECT o.tenant, o.operation, o.operation_key FROM outbox o WHERE o.bucket = :bucket
+            UNION ALL
+            SELECT p.tenant, p.operation, p.operation_key FROM outbox_parked p WHERE p.bucket = :bucket)""",
 )
 
 HELD_ANSWERS = Statement(
@@ -34,7 +36,9 @@ HELD_ANSWERS = Statement(
     f"""SELECT {_FOUND} FROM ledger l
     WHERE l.bucket = :bucket AND l.state IN (2, 4) AND l.replayable_until < statement_timestamp() - interval '1 hour'
         AND (l.tenant, l.operation, l.operation_key) IN (
-            SELECT o.tenant, o.operation, o.operation_key FROM outbox o WHERE o.bucket = :bucket)""",
+            SELECT o.tenant, o.operation, o.operation_key FROM outbox o WHERE o.bucket = :bucket
+            UNION ALL
+            SELECT p.tenant, p.operation, p.operation_key FROM outbox_parked p WHERE p.bucket = :bucket)""",
 )
 
 OVERDUE_TOMBSTONES = Statement(

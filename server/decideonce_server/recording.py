@@ -86,7 +86,7 @@ def completion(
         retention=contract.retention,
         tombstone_retention=contract.tombstone_retention,
         retry_after=retry_after,
-        events=_events(record, response, effects) if state.is_final else (),
+        events=_events(record, contract.topic, response, effects) if state.is_final else (),
     )
 
 
@@ -112,7 +112,12 @@ def _timestamp(moment: datetime) -> timestamp_pb2.Timestamp:
     return timestamp
 
 
-def _events(record: Record, response: wire.DecideResponse, effects: tuple[Effect, ...]) -> list[outbox.Event]:
+def _events(
+    record: Record,
+    topic: str,
+    response: wire.DecideResponse,
+    effects: tuple[Effect, ...],
+) -> list[outbox.Event]:
     recorded = events_pb2.DecisionRecorded(
         status=response.status,
         decision=response.decision if response.HasField("decision") else None,
@@ -126,10 +131,15 @@ def _events(record: Record, response: wire.DecideResponse, effects: tuple[Effect
         )
         for effect in effects
     ]
-    return [_event(record, body, response.provenance) for body in bodies]
+    return [_event(record, topic, body, response.provenance) for body in bodies]
 
 
-def _event(record: Record, event: events_pb2.DecisionEvent, provenance: wire.Provenance) -> outbox.Event:
+def _event(
+    record: Record,
+    topic: str,
+    event: events_pb2.DecisionEvent,
+    provenance: wire.Provenance,
+) -> outbox.Event:
     # UUIDv7 of one process ascend, so the events of a decision keep their order.
     event_id = uuid7()
     event.event_id = str(event_id)
@@ -143,4 +153,6 @@ def _event(record: Record, event: events_pb2.DecisionEvent, provenance: wire.Pro
         operation_key=record.key.operation_key,
         type=event.type,
         payload=event.SerializeToString(deterministic=True),
+        topic=topic,
+        traceparent=record.traceparent,
     )

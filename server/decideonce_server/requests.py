@@ -1,5 +1,7 @@
 """Reads what requests say, and refuses what is malformed, naming the field and the rule."""
 
+import re
+from collections.abc import Iterable
 from datetime import timedelta
 
 from google.protobuf import duration_pb2
@@ -15,10 +17,15 @@ from decideonce_server.reserve import DecisionRequest
 # What google.protobuf.Duration allows: about 10,000 years.
 DURATION_SECONDS_MAX = 315_576_000_000
 NANOSECONDS = 1_000_000_000
+TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def decision_request(tenant: str, request: wire.DecideRequest) -> DecisionRequest:
-    """Read what identifies a Decide call.
+def decision_request(
+    tenant: str,
+    request: wire.DecideRequest,
+    metadata: Iterable[tuple[str, str | bytes]],
+) -> DecisionRequest:
+    """Read what identifies a Decide call, and its place in a trace.
 
     Raises:
         InvalidOperationKey, InvalidRequest: a field is malformed.
@@ -27,7 +34,15 @@ def decision_request(tenant: str, request: wire.DecideRequest) -> DecisionReques
         key=decision_key(tenant, request),
         facts=request.facts,
         policy_version=request.policy_version if request.HasField("policy_version") else None,
+        traceparent=_traceparent(metadata),
     )
+
+
+def _traceparent(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """Find the caller's place in its trace; one that is malformed counts as none (W3C Trace Context, 3.2.2)."""
+    given = [value for name, value in metadata if name == "traceparent"]
+    is_usable = len(given) == 1 and isinstance(given[0], str) and TRACEPARENT.fullmatch(given[0])
+    return str(given[0]) if is_usable else None
 
 
 def decision_key(tenant: str, request: wire.DecideRequest | wire.GetDecisionStatusRequest) -> Key:

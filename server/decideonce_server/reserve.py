@@ -37,6 +37,7 @@ class DecisionRequest:
     key: Key
     facts: struct_pb2.Struct
     policy_version: int | None
+    traceparent: str | None = None
 
 
 class Reserve:
@@ -144,4 +145,5 @@ def _reservation(
         lease=operation.contract.lease,
         background=operation.contract.execution is Execution.BACKGROUND,
         facts=json.dumps(accepted.facts, ensure_ascii=False, separators=(",", ":")).encode(),
+        traceparent=request.traceparent,
     )

@@ -26,6 +26,8 @@ metadata = MetaData(
     naming_convention={"pk": "%(table_name)s_pkey", "ck": "%(table_name)s_%(constraint_name)s_check"},
 )
 
+# Where events went before operations could name a topic.
+DEFAULT_TOPIC = "decideonce.events"
 BUCKET_RULE = "bucket = get_byte(sha256(convert_to(operation_key, 'UTF8')), 0)"
 
 ledger = Table(
@@ -58,6 +60,8 @@ ledger = Table(
     # Bytes and not jsonb: what is replayed is what was answered, to the byte.
     Column("facts", LargeBinary),
     Column("response", LargeBinary),
+    # The caller's place in its trace (W3C Trace Context), which its events carry on.
+    Column("traceparent", Text),
     CheckConstraint(BUCKET_RULE, name="bucket"),
     CheckConstraint("state BETWEEN 1 AND 5", name="state"),
     CheckConstraint("(state = 1) = (lease_expires_at IS NOT NULL)", name="lease"),
@@ -90,7 +94,48 @@ outbox = Table(
     Column("aggregateid", Text, nullable=False),
     Column("type", Text, nullable=False),
     Column("payload", LargeBinary, nullable=False),
+    Column("topic", Text, nullable=False, server_default=DEFAULT_TOPIC),
+    Column("traceparent", Text),
     CheckConstraint(BUCKET_RULE, name="bucket"),
+)
+
+# Events that can't be sent, with why: the outbox without them, until an operator sends or discards them.
+outbox_parked = Table(
+    "outbox_parked",
+    metadata,
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("id", Uuid, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("operation", Text, nullable=False),
+    Column("operation_key", Text, nullable=False),
+    Column("aggregatetype", Text, nullable=False),
+    Column("aggregateid", Text, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    Column("topic", Text, nullable=False),
+    Column("traceparent", Text),
+    Column("reason", Text, nullable=False),
+    Column("park_time", DateTime(timezone=True), nullable=False),
+    CheckConstraint(BUCKET_RULE, name="bucket"),
+)
+
+# Which publisher works at each of the 256 buckets, and until when.
+bucket_lease = Table(
+    "bucket_lease",
+    metadata,
+    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+    Column("holder", Uuid),
+    Column("lease_expires_at", DateTime(timezone=True)),
+    CheckConstraint("bucket BETWEEN 0 AND 255", name="bucket"),
+    CheckConstraint("(holder IS NULL) = (lease_expires_at IS NULL)", name="lease"),
+)
+
+# The publishers that are alive, so that each knows its share of the buckets.
+bucket_holder = Table(
+    "bucket_holder",
+    metadata,
+    Column("holder", Uuid, primary_key=True),
+    Column("alive_until", DateTime(timezone=True), nullable=False),
 )
 
 policy_version = Table(

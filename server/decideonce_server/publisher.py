@@ -1,0 +1,204 @@
+"""Publishes events: reads them from the outbox, sends them to the sink, and deletes them once the sink has them.
+
+At least once, and in order per operation key: only the holder of a bucket's lease reads it, and of one key's events the
+next is sent when the one before is acknowledged and deleted. A sink that can't be reached is an outage: it is tried
+again, with backoff, for as long as it takes. An event that the sink refuses for good is parked, and holds back only the
+later events of its own key.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from uuid import UUID, uuid4
+
+import structlog
+import tenacity
+from google.protobuf.message import DecodeError
+from opentelemetry import metrics
+
+from decideonce_server.cloudevent import PayloadFormat, message_of
+from decideonce_server.database import Database
+from decideonce_server.errors import LedgerUnavailable
+from decideonce_server.outbox import Backlog, Event, Outbox
+from decideonce_server.outbox_buckets import BucketLeases
+from decideonce_server.sink import Message, Outcome, Receipt, Refusal, Sink
+
+# How many events are read, and sent, at once.
+SET_MAX = 1000
+# How long an event waits at most before it is looked for: with sending, well under 250 ms.
+POLL_INTERVAL_S = 0.125
+# Longer than a set takes to be sent, time-out included: who is slow keeps its buckets.
+LEASE = timedelta(seconds=15)
+RENEW_INTERVAL_S = 3.0
+BACKLOG_INTERVAL_S = 5.0
+# Between two tries while the sink can't be reached.
+BACKOFF_S = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
+
+log = structlog.get_logger()
+
+
+class Publisher:
+    """Publishes what waits in the buckets that it holds, until stopped."""
+
+    def __init__(
+        self,
+        database: Database,
+        sink: Sink,
+        payload_format: PayloadFormat = PayloadFormat.PROTOBUF,
+        *,
+        lease: timedelta = LEASE,
+    ) -> None:
+        self._outbox = Outbox(database)
+        self._leases = BucketLeases(database, uuid4(), lease)
+        self._renew_interval_s = min(RENEW_INTERVAL_S, lease.total_seconds() / 5)
+        self._sink = sink
+        self._payload_format = payload_format
+        self._stopping = asyncio.Event()
+        self._buckets: deque[int] = deque()
+        self._renew_at = 0.0
+        self._backlog_at = 0.0
+        self._backlog = Backlog(0, None, 0)
+        self._failures = 0
+        meter = metrics.get_meter("decideonce")
+        self._published = meter.create_counter("outbox_published", description="Events that the sink acknowledged")
+        self._retries = meter.create_counter("outbox_retries", description="Events that were sent and not acknowledged")
+        self._parked = meter.create_counter("outbox_parkings", description="Events that the sink refused for good")
+        for name, callback, unit, description in (
+            ("outbox_pending", self._observe_pending, "1", "Events that wait to be published"),
+            ("outbox_parked", self._observe_parked, "1", "Events that can't be published, until an operator helps"),
+            ("outbox_lag", self._observe_lag, "s", "Age of the oldest event that waits"),
+        ):
+            meter.create_observable_gauge(name, [callback], unit, description)
+
+    async def run(self) -> None:
+        """Publish until stopped; then end the set that is under way, and give the buckets back."""
+        while not self._stopping.is_set():
+            try:
+                worked = await self._round()
+            except LedgerUnavailable:
+                log.warning("events not published: the ledger can't be reached")
+                worked = False
+            if self._failures:
+                await self._pause(BACKOFF_S(_failed(self._failures)))
+            elif not worked:
+                await self._pause(POLL_INTERVAL_S)
+        try:
+            await self._leases.release()
+        except LedgerUnavailable:
+            log.warning("buckets not given back: the ledger can't be reached; their leases run out")
+        await self._sink.close()
+
+    def stop(self) -> None:
+        """Have `run` end."""
+        self._stopping.set()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    async def _round(self) -> bool:
+        """Publish what waits, up to one set of each key's next events and theirs; tell whether there was anything."""
+        await self._hold()
+        if time.monotonic() >= self._backlog_at:
+            self._backlog = await self._outbox.backlog()
+            self._backlog_at = time.monotonic() + BACKLOG_INTERVAL_S
+        if not self._buckets:
+            return False
+        events = await self._outbox.waiting(self._buckets, SET_MAX)
+        if not events:
+            return False
+        # The buckets that come after those of a full set are read first next time.
+        self._buckets.rotate(-max(1, len({event.bucket for event in events})))
+        queues: dict[tuple[str, str, str], deque[Event]] = defaultdict(deque)
+        for event in events:
+            queues[event.tenant, event.operation, event.operation_key].append(event)
+        while queues and not self._stopping.is_set():
+            await self._hold()
+            queues = await self._send_next(queues.values())
+        return True
+
+    async def _hold(self) -> None:
+        """Renew the leases when it is time to. Nothing is being sent meanwhile, so a bucket can be given back."""
+        now = time.monotonic()
+        if now < self._renew_at:
+            return
+        held = set(await self._leases.hold())
+        self._renew_at = now + self._renew_interval_s
+        kept = [bucket for bucket in self._buckets if bucket in held]
+        self._buckets = deque([*kept, *sorted(held.difference(kept))])
+
+    async def _send_next(self, queues: Iterable[deque[Event]]) -> dict[tuple[str, str, str], deque[Event]]:
+        """Send the next event of each key; give those keys that may go on."""
+        heads = [(queue[0], queue) for queue in queues]
+        outcomes = await self._send([event for event, _ in heads])
+        sent = [event for (event, _), outcome in zip(heads, outcomes, strict=True) if outcome is Receipt.ACKNOWLEDGED]
+        refused = [
+            (event, outcome) for (event, _), outcome in zip(heads, outcomes, strict=True) if isinstance(outcome, Refusal)
+        ]
+        self._failures = 0 if sent or refused else self._failures + 1
+        self._retries.add(len(heads) - len(sent) - len(refused))
+        if self._failures == 1:
+            log.warning("events not published: the sink doesn't acknowledge them; trying again", events=len(heads))
+        deleted = await self._outbox.published(self._leases.holder, sent) if sent else 0
+        self._published.add(deleted)
+        if refused:
+            await self._park(refused)
+        if deleted < len(sent):
+            log.warning("leases of buckets were lost: others publish them", events=len(sent) - deleted)
+            self._renew_at = 0.0
+            return {}
+        going = {event.id for event in sent}
+        return {
+            (event.tenant, event.operation, event.operation_key): rest
+            for event, queue in heads
+            if event.id in going and (rest := _without_first(queue))
+        }
+
+    async def _send(self, events: Sequence[Event]) -> list[Outcome]:
+        messages: list[Message | None] = []
+        for event in events:
+            try:
+                messages.append(message_of(event, event.topic, self._payload_format, event.traceparent))
+            except DecodeError:
+                messages.append(None)
+        outcomes = iter(await self._sink.send([message for message in messages if message is not None]))
+        return [Refusal.REFUSED if message is None else next(outcomes) for message in messages]
+
+    async def _park(self, refused: Sequence[tuple[Event, Refusal]]) -> None:
+        await self._outbox.park(
+            self._leases.holder,
+            [event for event, _ in refused],
+            [refusal.value for _, refusal in refused],
+        )
+        for event, refusal in refused:
+            self._parked.add(1, {"reason": refusal.value})
+            log.error("event parked", event_id=str(event.id), topic=event.topic, reason=refusal.value)
+
+    def _observe_pending(self, _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+        return [metrics.Observation(self._backlog.pending)]
+
+    def _observe_parked(self, _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+        return [metrics.Observation(self._backlog.parked)]
+
+    def _observe_lag(self, _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+        return [metrics.Observation(age_s(self._backlog.oldest))]
+
+
+def age_s(event_id: UUID | None) -> float:
+    """Tell how old an event is by the time in its id (a UUIDv7, RFC 9562), in seconds; 0 for none."""
+    return 0.0 if event_id is None else max(0.0, time.time() - (event_id.int >> 80) / 1000)
+
+
+def _without_first(queue: deque[Event]) -> deque[Event]:
+    queue.popleft()
+    return queue
+
+
+def _failed(count: int) -> tenacity.RetryCallState:
+    """Say to the library of backoffs how many tries have failed."""
+    state = tenacity.RetryCallState(tenacity.AsyncRetrying(), None, (), {})
+    state.attempt_number = count
+    return state
