@@ -1,7 +1,9 @@
 """Real brokers for tests: NATS JetStream, Tansu (Kafka's protocol, from a wheel) and Apache Kafka (for interop)."""
 
 import asyncio
+import base64
 import contextlib
+import json
 import shutil
 import signal
 import subprocess
@@ -80,8 +82,8 @@ class Broker:
         """Make a topic, and wait until it can be used."""
         raise NotImplementedError
 
-    def read(self, topic: str) -> list[Received]:
-        """Read all that a topic has."""
+    def read(self, topic: str, at_least: int = 0) -> list[Received]:
+        """Read all that a topic has, once it has so many."""
         raise NotImplementedError
 
     @property
@@ -109,6 +111,13 @@ class Broker:
     def freeze(self) -> None:
         """Let the broker do nothing, with its connections open."""
         self.process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + READY_WITHIN_S
+        while any(
+            task.read_text().rpartition(")")[2].split()[0] != "T"
+            for task in Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Let the broker go on."""
@@ -125,11 +134,9 @@ class Nats(Broker):
 
     ready_line = "Server is ready"
 
-    def __init__(self, *, user: str | None = None, password: str | None = None, permissions: str = "") -> None:
-        self._authorization = (
-            f"authorization {{ users = [{{ user: {user}, password: {password} {permissions} }}] }}" if user else ""
-        )
-        self._login = {"user": user, "password": password} if user else {}
+    def __init__(self, settings: str = "", **login: str) -> None:
+        self._settings = settings
+        self._login = login
         super().__init__()
 
     @property
@@ -139,7 +146,7 @@ class Nats(Broker):
     def prepare(self) -> None:
         (self.directory / "nats.conf").write_text(
             f"host: 127.0.0.1\nport: {self.port}\nmax_payload: {MAX_MESSAGE_BYTES}\n"
-            f"jetstream {{ store_dir: {self.directory}/data }}\n{self._authorization}\n"
+            f"jetstream {{ enabled: true, store_dir: {self.directory}/data }}\n{self._settings}\n"
         )
 
     def command(self) -> list[str]:
@@ -153,16 +160,14 @@ class Nats(Broker):
         in_loop_of_its_own(make())
         self.topics.append(name)
 
-    def read(self, topic: str) -> list[Received]:
+    def read(self, topic: str, at_least: int = 0) -> list[Received]:
         async def read() -> list[Received]:
             async with await nats.connect(self.url, **self._login) as client:
                 stream = client.jetstream()
-                count = (await stream.stream_info(topic.replace(".", "-"))).state.messages
+                count = max(at_least, (await stream.stream_info(topic.replace(".", "-"))).state.messages)
                 subscription = await stream.subscribe(topic, ordered_consumer=True)
                 messages = [await subscription.next_msg(READ_WITHIN_S) for _ in range(count)]
-                return [
-                    Received(m.headers or {}, m.data, None, 0, m.metadata.sequence.stream) for m in messages
-                ]
+                return [Received(m.headers or {}, m.data, None, 0, m.metadata.sequence.stream) for m in messages]
 
         return in_loop_of_its_own(read())
 
@@ -185,16 +190,18 @@ class KafkaBroker(Broker):
         topic = NewTopic(name, PARTITIONS, 1, config=config or {})
         admin.create_topics([topic], operation_timeout=READY_WITHIN_S)[name].result(READY_WITHIN_S)
 
-    def read(self, topic: str) -> list[Received]:
+    def read(self, topic: str, at_least: int = 0) -> list[Received]:
         consumer = Consumer({"bootstrap.servers": self.address, "group.id": "unused", "log_level": 2})
         try:
             partitions = [TopicPartition(topic, number, OFFSET_BEGINNING) for number in range(PARTITIONS)]
-            count = sum(high - low for low, high in map(consumer.get_watermark_offsets, partitions))
+            # Tansu tells its newest messages' offsets a little later.
+            ends = [consumer.get_watermark_offsets(partition) for partition in partitions]
+            count = max(at_least, sum(high - low for low, high in ends))
             consumer.assign(partitions)
             messages: list[Received] = []
             deadline = time.monotonic() + READ_WITHIN_S
             while len(messages) < count:
-                assert time.monotonic() < deadline, f"{len(messages)} of {count} were read"
+                assert time.monotonic() < deadline, f"{len(messages)} of {count} came"
                 messages += [
                     Received(
                         {name: value.decode() for name, value in message.headers() or []},
@@ -203,7 +210,7 @@ class KafkaBroker(Broker):
                         message.partition(),
                         message.offset(),
                     )
-                    for message in consumer.consume(count, 0.1)
+                    for message in consumer.consume(10_000, 0.1)
                 ]
             return messages
         finally:
@@ -266,6 +273,9 @@ class ApacheKafka(KafkaBroker):
             "log.dirs": f"{self.directory}/data",
             "auto.create.topics.enable": "false",
             "message.max.bytes": str(MAX_MESSAGE_BYTES),
+            # A broker that was killed is let in again soon.
+            "broker.session.timeout.ms": "1000",
+            "broker.heartbeat.interval.ms": "200",
             "offsets.topic.replication.factor": "1",
             "transaction.state.log.replication.factor": "1",
             "transaction.state.log.min.isr": "1",
@@ -273,7 +283,15 @@ class ApacheKafka(KafkaBroker):
         lines = [f"{name}={value}\n" for name, value in settings.items()]
         (self.directory / "server.properties").write_text("".join(lines))
         subprocess.run(
-            [*JAVA, "kafka.tools.StorageTool", "format", "--standalone", *KAFKA_CLUSTER, "--config", "server.properties"],
+            [
+                *JAVA,
+                "kafka.tools.StorageTool",
+                "format",
+                "--standalone",
+                *KAFKA_CLUSTER,
+                "--config",
+                "server.properties",
+            ],
             cwd=self.directory,
             check=True,
             capture_output=True,
@@ -281,6 +299,41 @@ class ApacheKafka(KafkaBroker):
 
     def command(self) -> list[str]:
         return [*JAVA, "kafka.Kafka", "server.properties"]
+
+
+class LogFile:
+    """A file as a sink's other end, with a broker's methods; while it is stopped, its directory is gone."""
+
+    def __init__(self) -> None:
+        self._root = Path(tempfile.mkdtemp(prefix="decideonce-log-"))
+        self.path = self._root / "there" / "events.jsonl"
+        self._away = self._root / "away"
+        self.path.parent.mkdir()
+
+    @property
+    def url(self) -> str:
+        return f"log:{self.path}"
+
+    def make_topic(self, name: str) -> None:
+        """Do nothing: a file has no topics."""
+
+    def read(self, topic: str, at_least: int = 0) -> list[Received]:
+        """Read what the file has, of whichever topic."""
+        events = [json.loads(line) for line in self.path.read_text().splitlines()]
+        assert len(events) >= at_least
+        return [
+            Received(event, base64.b64decode(event.pop("data_base64")), event["partitionkey"], 0, position)
+            for position, event in enumerate(events)
+        ]
+
+    def start(self) -> None:
+        self._away.rename(self.path.parent)
+
+    def stop(self) -> None:
+        self.path.parent.rename(self._away)
+
+    def close(self) -> None:
+        shutil.rmtree(self._root)
 
 
 class Forwarder:

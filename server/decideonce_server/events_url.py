@@ -116,9 +116,11 @@ def _hosts(parts: SplitResult) -> list[str]:
 
 def _properties(query: str) -> dict[str, str]:
     try:
-        pairs = parse_qsl(query, strict_parsing=True) if query else []
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
     except ValueError:
-        raise ValueError("--events: what follows the ? must be PROPERTY=VALUE, joined by &") from None
+        pairs = [("", "")]
+    if not all(name and value for name, value in pairs):
+        raise ValueError("--events: what follows the ? must be PROPERTY=VALUE, joined by &")
     properties = dict(pairs)
     if len(properties) < len(pairs):
         raise ValueError("--events: each property must be given once")

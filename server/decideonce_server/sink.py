@@ -38,13 +38,9 @@ class Refusal(StrEnum):
     REFUSED: the broker's permanent error for this message, such as an invalid record or a topic that isn't ours.
     """
 
-    MESSAGE_TOO_LARGE = auto()
-    TOPIC_NOT_FOUND = auto()
-    REFUSED = auto()
-
-    @staticmethod
-    def _generate_next_value_(name: str, *_: object) -> str:
-        return name
+    MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
+    TOPIC_NOT_FOUND = "TOPIC_NOT_FOUND"
+    REFUSED = "REFUSED"
 
 
 Outcome: TypeAlias = Receipt | Refusal

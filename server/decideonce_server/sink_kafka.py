@@ -4,13 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 from cloudevents.core.bindings.kafka import to_binary
 from cloudevents.core.formats.json import JSONFormat
-from confluent_kafka import KafkaError, KafkaException, Message as KafkaMessage, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import Message as KafkaMessage
 
 from decideonce_server.cloudevent import binary_event
 from decideonce_server.sink import CLOSE_WITHIN_S, SEND_WITHIN_S, Message, Outcome, Receipt, Refusal
@@ -64,6 +65,16 @@ TOPIC_ERRORS = {
     KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001  # librdkafka's own errors are named so
     KafkaError.UNKNOWN_TOPIC_OR_PART,
 }
+# What leaves a producer's identity in doubt, which a broker may then refuse for ever, or its queue with events that
+# would go out behind newer ones of their key: the next set starts with a new producer.
+SPENT_BY = {
+    KafkaError._MSG_TIMED_OUT,  # noqa: SLF001  # librdkafka's own errors are named so
+    KafkaError._FATAL,  # noqa: SLF001
+    KafkaError.INVALID_PRODUCER_EPOCH,
+    KafkaError.PRODUCER_FENCED,
+    KafkaError.UNKNOWN_PRODUCER_ID,
+    KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER,
+}
 
 
 class KafkaSink:
@@ -87,7 +98,7 @@ class KafkaSink:
         self._is_closed = False
         self._sending = 0
         self._idle: asyncio.Task[None] | None = None
-        self._told: int | None = None
+        self._told: set[int] = set()
         self._renewing = threading.Lock()
         try:
             self._producer = self._new_producer()
@@ -116,23 +127,20 @@ class KafkaSink:
         while True:
             await asyncio.sleep(IDLE_POLL_S)
             if not self._sending:
-                self._producer.library.poll(0)
+                self._producer.poll(0)
 
     def _new_producer(self) -> "_Producer":
-        has_failed = threading.Event()
-        settings = {**self._settings, "error_cb": partial(self._on_error, has_failed)}
-        return _Producer(Producer(settings), has_failed)
+        return _Producer(Producer({**self._settings, "error_cb": self._on_error}))
 
-    def _on_error(self, has_failed: threading.Event, error: KafkaError) -> None:
-        if error.fatal():
-            has_failed.set()
-        if error.code() != self._told:
-            self._told = error.code()
+    def _on_error(self, error: KafkaError) -> None:
+        # Once each until it works again: attempts to reconnect never end.
+        if error.code() not in self._told:
+            self._told.add(error.code())
             log.warning("Kafka is in trouble", error=error.str())
 
     def _usable_producer(self) -> "_Producer":
         with self._renewing:
-            if self._producer.has_failed.is_set():
+            if self._producer.is_spent.is_set():
                 self._producer.close()
                 self._producer = self._new_producer()
             return self._producer
@@ -142,20 +150,22 @@ class KafkaSink:
         producer = self._usable_producer()
 
         def is_over() -> bool:
-            return self._is_closed or producer.has_failed.is_set() or time.monotonic() >= deadline
+            return self._is_closed or producer.is_spent.is_set() or time.monotonic() >= deadline
 
         reports = _Reports(len(messages))
         for index, message in enumerate(messages):
             while not producer.takes(message, reports, index) and not is_over():
-                producer.library.poll(POLL_S)
+                producer.poll(POLL_S)
         while reports.awaited and not is_over():
-            producer.library.poll(POLL_S)
+            producer.poll(POLL_S)
+        if reports.awaited:
+            producer.is_spent.set()
         topics = {messages[index].topic for index in reports.without_topic}
         judged = {topic: producer.judge(topic, deadline) for topic in topics}
         for index in reports.without_topic:
             reports.outcomes[index] = judged[messages[index].topic]
         if Receipt.ACKNOWLEDGED in reports.outcomes:
-            self._told = None
+            self._told.clear()
         return reports.outcomes
 
 
@@ -167,7 +177,7 @@ class _Reports:
         self.awaited: set[int] = set()
         self.without_topic: list[int] = []
 
-    def report(self, index: int, error: KafkaError | None, _message: KafkaMessage | None = None) -> None:
+    def report(self, index: int, error: KafkaError | None) -> None:
         """Take a report in."""
         if error is None:
             self.outcomes[index] = Receipt.ACKNOWLEDGED
@@ -180,10 +190,25 @@ class _Reports:
 
 @dataclass(frozen=True, slots=True)
 class _Producer:
-    """The library's producer, and whether it met an error after which it works no more."""
+    """The library's producer, and whether the next set needs a new one."""
 
     library: Producer
-    has_failed: threading.Event
+    is_spent: threading.Event = field(default_factory=threading.Event)
+
+    def poll(self, within_s: float) -> None:
+        """Take in what the library reports."""
+        try:
+            self.library.poll(within_s)
+        except KafkaException as failure:
+            self._take_in(failure.args[0])
+
+    def _take_in(self, error: KafkaError) -> KafkaError:
+        if error.fatal() or error.code() in SPENT_BY:
+            self.is_spent.set()
+        return error
+
+    def _on_delivery(self, reports: _Reports, index: int, error: KafkaError | None, _message: KafkaMessage) -> None:
+        reports.report(index, error and self._take_in(error))
 
     def takes(self, message: Message, reports: _Reports, index: int) -> bool:
         """Queue a message, or report at once why it can't be; False where the queue is full."""
@@ -195,16 +220,13 @@ class _Producer:
                 bound.value,
                 message.key,
                 headers=list(bound.headers.items()),
-                on_delivery=partial(reports.report, index),
+                on_delivery=partial(self._on_delivery, reports, index),
             )
         except BufferError:
             reports.awaited.discard(index)
             return False
         except KafkaException as failure:
-            error = failure.args[0]
-            if error.fatal() or error.code() == KafkaError._FATAL:  # noqa: SLF001  # as above
-                self.has_failed.set()
-            reports.report(index, error)
+            reports.report(index, self._take_in(failure.args[0]))
         return True
 
     def judge(self, topic: str, deadline: float) -> Outcome:
@@ -212,7 +234,8 @@ class _Producer:
         within_s = min(max(deadline - time.monotonic(), POLL_S), ASK_WITHIN_S)
         try:
             error = self.library.list_topics(topic, within_s).topics[topic].error
-        except KafkaException:
+        except KafkaException as failure:
+            self._take_in(failure.args[0])
             return Receipt.NOT_ACKNOWLEDGED
         is_unknown = error is not None and error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART
         return Refusal.TOPIC_NOT_FOUND if is_unknown else Receipt.NOT_ACKNOWLEDGED
@@ -220,4 +243,7 @@ class _Producer:
     def close(self) -> None:
         """Give up what is queued and under way."""
         self.library.purge()
-        self.library.flush(CLOSE_WITHIN_S / 2)
+        try:
+            self.library.flush(CLOSE_WITHIN_S / 2)
+        except KafkaException as failure:
+            self._take_in(failure.args[0])

@@ -1,10 +1,12 @@
 """Events to NATS JetStream."""
 
 import asyncio
+import itertools
+import json
 import re
 import string
 from collections.abc import Mapping, Sequence
-from functools import partial
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -12,8 +14,9 @@ import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
-from nats.js import JetStreamContext
-from nats.js.api import Header, PubAck
+from nats.aio.msg import Msg
+from nats.js.api import Header
+from nats.js.client import NO_RESPONDERS_STATUS
 
 from decideonce_server.sink import CLOSE_WITHIN_S, SEND_WITHIN_S, Message, Outcome, Receipt, Refusal
 
@@ -50,11 +53,13 @@ class NatsSink:
         self._servers = list(servers)
         self._options = dict(options or {})
         self._within_s = within_s
-        self._client = Client()
-        self._jetstream: JetStreamContext | None = None
+        self._client: Client | None = None
         self._connecting = asyncio.Lock()
         self._reconnected = asyncio.Event()
-        self._sets: set[_Set] = set()
+        # Replies come to one inbox, each with a number for its last part.
+        self._inbox = ""
+        self._numbers = itertools.count()
+        self._awaited: dict[str, tuple[_Set, int]] = {}
         self._told = ""
 
     async def send(self, messages: Sequence[Message]) -> list[Outcome]:
@@ -62,44 +67,45 @@ class NatsSink:
 
         That nobody answers on the subject isn't enough: it is so too while a stream has no leader.
         """
-        under_way = _Set(messages, asyncio.get_running_loop().time() + self._within_s)
-        self._sets.add(under_way)
+        under_way = _Set(messages)
+        deadline = asyncio.get_running_loop().time() + self._within_s
         try:
-            async with asyncio.timeout(self._within_s):
-                jetstream = await self._connected()
-                await under_way.publish(self._client, jetstream)
-                await under_way.judge(jetstream)
+            async with asyncio.timeout_at(deadline):
+                client = await self._connected()
+                await self._publish(client, under_way, deadline)
+                await under_way.is_complete.wait()
+                await under_way.judge(client)
         except (OSError, nats.errors.Error) as error:  # a TimeoutError is an OSError
             self._tell(error)
         finally:
-            self._sets.remove(under_way)
-            under_way.give_up()
+            self._forget(under_way)
         if Receipt.ACKNOWLEDGED in under_way.outcomes:
             self._told = ""
         return under_way.outcomes
 
     async def close(self) -> None:
         """Give up what is under way and disconnect."""
-        for under_way in self._sets:
-            under_way.give_up()
+        self._give_up()
+        if self._client is None:
+            return
         try:
             async with asyncio.timeout(CLOSE_WITHIN_S):
                 await self._client.close()
         except (OSError, nats.errors.Error) as error:
             self._tell(error)
 
-    async def _connected(self) -> JetStreamContext:
+    async def _connected(self) -> Client:
         async with self._connecting:
-            jetstream = self._jetstream
-            if jetstream is None or self._client.is_closed:
-                jetstream = await self._connect()
+            client = self._client
+            if client is None or client.is_closed:
+                client = await self._connect()
         # Nothing is handed over meanwhile: the library would keep it, and send it behind what comes later.
         self._reconnected.clear()
-        if not self._client.is_connected:
+        if not client.is_connected:
             await self._reconnected.wait()
-        return jetstream
+        return client
 
-    async def _connect(self) -> JetStreamContext:
+    async def _connect(self) -> Client:
         client = Client()
         try:
             await client.connect(
@@ -113,98 +119,96 @@ class NatsSink:
                 reconnected_cb=self._on_reconnected,
                 **self._options,
             )
+            self._inbox = client.new_inbox()
+            await client.subscribe(f"{self._inbox}.*", cb=self._on_reply)
         except BaseException:
             await client.close()
             raise
         self._client = client
-        self._jetstream = client.jetstream(timeout=ASK_WITHIN_S)
-        return self._jetstream
+        return client
+
+    async def _publish(self, client: Client, under_way: "_Set", deadline: float) -> None:
+        for index, message in enumerate(under_way.messages):
+            if not client.is_connected:
+                raise nats.errors.ConnectionReconnectingError
+            headers = _headers(message)
+            if _size(headers, message) > client.max_payload:
+                under_way.settle(index, Refusal.MESSAGE_TOO_LARGE)
+            elif _SUBJECT.fullmatch(message.topic) is None:
+                under_way.settle(index, Refusal.REFUSED)
+            else:
+                number = str(next(self._numbers))
+                self._awaited[number] = under_way, index
+                await client.publish(message.topic, message.payload, reply=f"{self._inbox}.{number}", headers=headers)
+            # The library swallows a cancellation while it flushes.
+            if asyncio.get_running_loop().time() >= deadline:
+                raise TimeoutError
+
+    async def _on_reply(self, reply: Msg) -> None:
+        under_way, index = self._awaited.pop(reply.subject.rpartition(".")[2], (None, 0))
+        if under_way is None:
+            return
+        if (reply.headers or {}).get(Header.STATUS) == NO_RESPONDERS_STATUS:
+            under_way.without_stream.append(index)
+            under_way.settle(index, Receipt.NOT_ACKNOWLEDGED)
+        else:
+            under_way.settle(index, _outcome(reply.data))
 
     async def _on_error(self, error: Exception) -> None:
         if forbidden := _FORBIDDEN.search(str(error)):
-            for under_way in self._sets:
-                under_way.refuse(forbidden["subject"])
+            for under_way, index in list(self._awaited.values()):
+                if under_way.messages[index].topic.lower() == forbidden["subject"]:
+                    under_way.settle(index, Refusal.REFUSED)
         self._tell(error)
 
     async def _on_disconnected(self) -> None:
-        for under_way in self._sets:
-            under_way.give_up()
+        self._give_up()
 
     async def _on_reconnected(self) -> None:
         self._reconnected.set()
 
+    def _give_up(self) -> None:
+        for under_way in {under_way for under_way, _ in self._awaited.values()}:
+            under_way.is_complete.set()
+
+    def _forget(self, under_way: "_Set") -> None:
+        for number in [number for number, (one, _) in self._awaited.items() if one is under_way]:
+            del self._awaited[number]
+
     def _tell(self, error: Exception) -> None:
+        # Once until it works again: attempts to reconnect never end.
         if self._told != type(error).__name__:
             self._told = type(error).__name__
             log.warning("NATS is in trouble", error=str(error) or self._told)
 
 
 class _Set:
-    """A set on its way, and what is known of its outcome so far; `deadline` is by the event loop's clock."""
+    """A set on its way, and what is known of its outcome so far."""
 
-    def __init__(self, messages: Sequence[Message], deadline: float) -> None:
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.messages = messages
         self.outcomes: list[Outcome] = [Receipt.NOT_ACKNOWLEDGED] * len(messages)
-        self._messages = messages
-        self._deadline = deadline
-        self._acks: dict[int, asyncio.Future[PubAck]] = {}
-        self._without_stream: list[int] = []
+        self.without_stream: list[int] = []
+        self.is_complete = asyncio.Event()
+        self._open = set(range(len(messages)))
+        if not messages:
+            self.is_complete.set()
 
-    async def publish(self, client: Client, jetstream: JetStreamContext) -> None:
-        """Send all, then wait for what was acknowledged.
+    def settle(self, index: int, outcome: Outcome) -> None:
+        """Take in a message's outcome."""
+        self.outcomes[index] = outcome
+        self._open.discard(index)
+        if not self._open:
+            self.is_complete.set()
 
-        Raises:
-            TimeoutError: the deadline has passed.
-            nats.errors.Error: the connection is lost.
-        """
-        for index, message in enumerate(self._messages):
-            # The library swallows a cancellation while it flushes, so the clock is asked too.
-            if asyncio.get_running_loop().time() >= self._deadline:
-                raise TimeoutError
-            if not client.is_connected:
-                raise nats.errors.ConnectionReconnectingError
-            headers = _headers(message)
-            if _size(headers, message) > client.max_payload:
-                self.outcomes[index] = Refusal.MESSAGE_TOO_LARGE
-            elif _SUBJECT.fullmatch(message.topic) is None:
-                self.outcomes[index] = Refusal.REFUSED
-            else:
-                self._acks[index] = await jetstream.publish_async(message.topic, message.payload, headers=headers)
-                self._acks[index].add_done_callback(partial(self._acknowledged, index))
-        if self._acks:
-            await asyncio.wait(self._acks.values())
-
-    def _acknowledged(self, index: int, ack: asyncio.Future[PubAck]) -> None:
-        if ack.cancelled():
-            return
-        failure = ack.exception()
-        if failure is None:
-            self.outcomes[index] = Receipt.ACKNOWLEDGED
-        elif isinstance(failure, nats.js.errors.NoStreamResponseError):
-            self._without_stream.append(index)
-        elif isinstance(failure, nats.js.errors.APIError):
-            self.outcomes[index] = _outcome(failure)
-        else:
-            self.outcomes[index] = Refusal.REFUSED
-
-    async def judge(self, jetstream: JetStreamContext) -> None:
+    async def judge(self, client: Client) -> None:
         """Ask JetStream for the streams of the subjects on which nobody answered."""
         judged: dict[str, Outcome] = {}
-        for index in self._without_stream:
-            topic = self._messages[index].topic
+        for index in self.without_stream:
+            topic = self.messages[index].topic
             if topic not in judged:
-                judged[topic] = await _judge(jetstream, topic)
+                judged[topic] = await _judge(client, topic)
             self.outcomes[index] = judged[topic]
-
-    def refuse(self, subject: str) -> None:
-        """Take in that the server doesn't let this user publish to a subject, given in lower case."""
-        for index, ack in self._acks.items():
-            if not ack.done() and self._messages[index].topic.lower() == subject:
-                ack.set_exception(nats.errors.Error("nats: permissions violation"))
-
-    def give_up(self) -> None:
-        """Wait for nothing any more."""
-        for ack in self._acks.values():
-            ack.cancel()
 
 
 def _headers(message: Message) -> dict[str, str]:
@@ -219,17 +223,27 @@ def _size(headers: Mapping[str, str], message: Message) -> int:
     return len("NATS/1.0\r\n") + lines + len("\r\n") + len(message.payload)
 
 
-def _outcome(failure: nats.js.errors.APIError) -> Outcome:
-    if failure.err_code in TOO_LARGE_CODES:
+def _outcome(data: bytes) -> Outcome:
+    try:
+        reply = json.loads(data)
+    except ValueError:
+        return Receipt.NOT_ACKNOWLEDGED
+    # Only a stream's word counts: whoever listens on a subject can answer.
+    if not isinstance(reply, dict) or ("stream" not in reply and "error" not in reply):
+        return Receipt.NOT_ACKNOWLEDGED
+    error = reply.get("error")
+    if error is None:
+        return Receipt.ACKNOWLEDGED
+    if error["err_code"] in TOO_LARGE_CODES:
         return Refusal.MESSAGE_TOO_LARGE
-    if isinstance(failure, nats.js.errors.BadRequestError) and failure.err_code != ACCOUNT_LIMIT_CODE:
+    if error["code"] == HTTPStatus.BAD_REQUEST and error["err_code"] != ACCOUNT_LIMIT_CODE:
         return Refusal.REFUSED
     return Receipt.NOT_ACKNOWLEDGED
 
 
-async def _judge(jetstream: JetStreamContext, topic: str) -> Outcome:
+async def _judge(client: Client, topic: str) -> Outcome:
     try:
-        await jetstream.find_stream_name_by_subject(topic)
+        await client.jetstream(timeout=ASK_WITHIN_S).find_stream_name_by_subject(topic)
     except nats.js.errors.NotFoundError:
         return Refusal.TOPIC_NOT_FOUND
     except nats.errors.Error:
