@@ -346,16 +346,24 @@ async def test_kafka_refuses_what_its_topic_does_not_take(
     assert [ACKNOWLEDGED, large, ACKNOWLEDGED, large, ACKNOWLEDGED] == await sink.send(messages)
 
 
-async def test_file_is_whole_after_a_torn_line(started: Callable[[Any], Any], open_one: Callable[[str], Sink]) -> None:
-    """What a crash left of a set is removed before the next set is appended."""
+async def test_torn_line_spoils_no_other(open_one: Callable[[str], Sink]) -> None:
+    """What a crash left of a line stands on a line of its own, and the next set behind it."""
     log = LogFile()
     try:
         sink = open_one(log.url)
-        messages = [new_message("any", 100_000), new_message("any")]
-        await sink.send(messages[:1])
+        messages = [new_message("any"), new_message("any")]
+        assert [ACKNOWLEDGED] == await sink.send(messages[:1])
         with log.path.open("a") as file:
-            file.write('{"specversion": "1.0", "padding": "' + "x" * 100_000)
-        await sink.send(messages[1:])
-        assert [message.payload for message in messages] == [received.payload for received in log.read("any")]
+            file.write('{"specversion": "1.0", "id"')
+        assert [ACKNOWLEDGED] == await sink.send(messages[1:])
+        first, torn, second = log.path.read_text().splitlines()
+        assert '{"specversion": "1.0", "id"' == torn
+        assert [str(message.id) for message in messages] == [json.loads(line)["id"] for line in (first, second)]
     finally:
         log.close()
+
+
+async def test_full_disk_is_an_outage(open_one: Callable[[str], Sink]) -> None:
+    """Where the disk takes no more, nothing is acknowledged."""
+    sink = open_one("log:/dev/full")
+    assert [NOT_ACKNOWLEDGED] == await sink.send([new_message("any")])
