@@ -1,10 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test check chaos bench generate lock clean
+.PHONY: help setup run demo test check chaos bench interop generate lock clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 GENERATE := $(VENV)/generate
+INTEROP := $(VENV)/interop
 PIP := -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 # The example catalog's python policy is importable, as a team's own would be.
@@ -37,6 +38,14 @@ chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=
 
 bench: setup ## what purging a million answers costs the calls that go on, about 20 minutes
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
+
+interop: setup $(INTEROP)/.fetched ## what the tests' own brokers can't show, on Apache Kafka: needs java (17 or later) and mvn
+	$(BIN)/pytest -m interop
+
+$(INTEROP)/.fetched: tests/interop/pom.xml | $(STAMP)
+	rm -rf $(INTEROP)
+	mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(INTEROP)/kafka
+	@touch $@
 
 check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stubs
 	$(BIN)/ruff format --check .
