@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
+from urllib.parse import unquote
 from uuid import UUID
 
 from google.protobuf import json_format, message, timestamp_pb2
@@ -108,7 +109,9 @@ def from_nats(message: NatsMessage) -> Event:
 
     Raises MalformedEvent.
     """
-    return from_headers((message.headers or {}).items(), message.data, NATS_PREFIX)
+    headers = message.headers or {}
+    # CloudEvents' NATS binding has values percent-encoded.
+    return from_headers(((name, unquote(value)) for name, value in headers.items()), message.data, NATS_PREFIX)
 
 
 def from_headers(headers: Iterable[tuple[str, str | bytes | None]], payload: bytes | None, prefix: str) -> Event:

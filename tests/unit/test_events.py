@@ -77,6 +77,13 @@ def test_names_of_headers_have_any_case(prefix: str) -> None:
     assert made.event_id == str(event.id)
 
 
+def test_values_of_nats_are_percent_encoded() -> None:
+    """CloudEvents' binding to NATS lets a sender encode characters of values."""
+    made = body(MOMENT, KEY)
+    headers = attributes(made, "ce-", PROTOBUF) | {"ce-subject": "%30" + KEY[1:]}
+    assert KEY == from_nats(headers, payload(made, PROTOBUF)).operation_key
+
+
 @pytest.mark.parametrize(
     "traceparent",
     ["", "no", f"ff{TRACEPARENT[2:]}", TRACEPARENT.upper(), TRACEPARENT.replace("b7ad6b7169203331", "0" * 16)],
