@@ -64,7 +64,7 @@ def attributes(made: events_pb2.DecisionEvent, prefix: str, content_type: str) -
         f"{prefix}subject": provenance.operation_key,
         f"{prefix}partitionkey": f"{provenance.tenant}/{provenance.operation_key}",
         f"{prefix}traceparent": TRACEPARENT,
-        "content-type": content_type,
+        "content-type" if prefix == events.KAFKA_PREFIX else f"{prefix}datacontenttype": content_type,
     }
 
 

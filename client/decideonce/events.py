@@ -121,7 +121,9 @@ def from_headers(headers: Iterable[tuple[str, str | bytes | None]], payload: byt
     """
     texts = _texts(headers)
     _require(texts, f"{prefix}specversion", "1.0", "must be 1.0")
-    event = from_payload(payload, texts.get("content-type"), texts.get(f"{prefix}traceparent"))
+    # CloudEvents' bindings differ: Kafka's has a header of its own for the payload's type, NATS' an attribute like any.
+    content_type = texts.get(f"{prefix}datacontenttype") or texts.get("content-type")
+    event = from_payload(payload, content_type, texts.get(f"{prefix}traceparent"))
     for name, value, rule in (
         ("id", event.body.event_id, "must be the payload's event_id"),
         (

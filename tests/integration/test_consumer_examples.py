@@ -151,7 +151,8 @@ async def consume_until(
     running = asyncio.create_task(consume(module, broker, pool, stopping))
     await until(done)
     stopping.set()
-    await running
+    async with asyncio.timeout(WITHIN_S):
+        await running
 
 
 async def test_kafka(kafka, example, tables, pool, observer) -> None:
@@ -207,7 +208,8 @@ async def test_nats(nats_server, tables, database_url, observer) -> None:
         try:
             await until(all_acknowledged)
             consumer.send_signal(signal.SIGTERM)
-            assert 0 == await consumer.wait()
+            async with asyncio.timeout(WITHIN_S):
+                assert 0 == await consumer.wait()
         finally:
             if consumer.returncode is None:
                 consumer.kill()

@@ -19,7 +19,7 @@ from conftest import connect
 from decideonce import events, inbox
 from decideonce.inbox import EventTooOld, Inbox, NotInTransaction
 from harness import new_key
-from processes import until
+from processes import WITHIN_S, until
 from sample_events import aged, body
 
 NEW = timedelta(0)
@@ -202,7 +202,8 @@ async def test_of_many_deliveries_at_once_one_is_first(database_url: URL, observ
         finally:
             await connection.close()
 
-    answers = await asyncio.gather(*(deliver() for _ in range(deliveries)))
+    async with asyncio.timeout(WITHIN_S):
+        answers = await asyncio.gather(*(deliver() for _ in range(deliveries)))
     assert [False] * (deliveries - 1) + [True] == sorted(answers)
     assert (1, 1) == await applied(observer, event)
 
@@ -219,7 +220,8 @@ async def test_a_delivery_waits_for_another(ends: str, second: bool, database_ur
             waiting = asyncio.create_task(apply(other, event))
             await waits(observer, other)
             await holder.execute(ends)
-            assert second == await waiting
+            async with asyncio.timeout(WITHIN_S):
+                assert second == await waiting
     finally:
         await holder.close()
     assert (1, 1) == await applied(observer, event)
@@ -270,7 +272,8 @@ async def test_a_crash_before_the_commit(database_url: URL, observer, other) -> 
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     consumer = await asyncio.create_subprocess_exec(sys.executable, *arguments, **pipes)
     try:
-        assert b"applied, not committed\n" == await consumer.stdout.readline()
+        async with asyncio.timeout(WITHIN_S):
+            assert b"applied, not committed\n" == await consumer.stdout.readline()
         assert (0, 0) == await applied(observer, event)
     finally:
         consumer.kill()
@@ -431,7 +434,8 @@ async def test_purges_do_not_wait_for_each_other(observer, other) -> None:
     await plant(observer, "billing", [inbox.HORIZON * 2] * 3)
     async with observer.transaction():
         assert 2 == await Inbox("billing").purge(observer, limit=2)
-        assert 1 == await Inbox("billing").purge(other, limit=2)
+        async with asyncio.timeout(WITHIN_S):
+            assert 1 == await Inbox("billing").purge(other, limit=2)
 
 
 async def test_purge_of_nothing_is_refused(observer) -> None:

@@ -84,6 +84,14 @@ def test_values_of_nats_are_percent_encoded() -> None:
     assert KEY == from_nats(headers, payload(made, PROTOBUF)).operation_key
 
 
+def test_content_type_of_nats_without_prefix() -> None:
+    """Senders that have the payload's type as Kafka has it are understood on NATS, too."""
+    made = body(MOMENT, KEY)
+    headers = attributes(made, "ce-", JSON)
+    headers["Content-Type"] = headers.pop("ce-datacontenttype")
+    assert KEY == from_nats(headers, payload(made, JSON)).operation_key
+
+
 @pytest.mark.parametrize(
     "traceparent",
     ["", "no", f"ff{TRACEPARENT[2:]}", TRACEPARENT.upper(), TRACEPARENT.replace("b7ad6b7169203331", "0" * 16)],
