@@ -1,0 +1,32 @@
+"""What the client package needs."""
+
+import subprocess
+import sys
+
+# Nothing can be imported but Python's own modules, the client and what it depends on.
+BLOCKER = """
+import sys
+
+ALLOWED = sys.stdlib_module_names | {"decideonce", "google", "grpc", "typing_extensions"}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in ALLOWED:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def test_consumers_need_no_other_library() -> None:
+    """The decoder and the inbox can be imported where there is only the client with grpcio and protobuf."""
+    program = f"{BLOCKER}\nfrom decideonce import events, inbox\nprint(inbox.Inbox('billing').consumer)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ("billing\n", "") == (ran.stdout, ran.stderr)
+
+
+def test_blocker_blocks() -> None:
+    """The block is in force: a library that is installed can't be imported."""
+    program = f"{BLOCKER}\nimport sqlalchemy"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError: sqlalchemy" in ran.stderr
