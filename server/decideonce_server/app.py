@@ -29,12 +29,14 @@ from decideonce_server.auth import Role as CallerRole
 from decideonce_server.catalog_dir import read_catalog
 from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.catalog_servicer import CatalogServicer
+from decideonce_server.cloudevent import PayloadFormat
 from decideonce_server.database import Database, DatabaseUrl, database_url
 from decideonce_server.decide import Decide
 from decideonce_server.due_work import BackgroundWorker, Rescuer
 from decideonce_server.embedded import EmbeddedPostgres
 from decideonce_server.errors import LedgerUnavailable
 from decideonce_server.evaluator import Evaluators
+from decideonce_server.events_url import open_sink
 from decideonce_server.idempotency import IdempotencyInterceptor
 from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Ledger
@@ -43,10 +45,12 @@ from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.limits import Limits
 from decideonce_server.migrate import check_schema, migrate
 from decideonce_server.ports import reserved_port
+from decideonce_server.publisher import Publisher
 from decideonce_server.reaper import Reaper
 from decideonce_server.reserve import Reserve
 from decideonce_server.servicer import DecisionServicer
-from decideonce_server.settings import DEV_TOKEN_FILE, InvalidSetting, Settings, address
+from decideonce_server.settings import DEV_TOKEN_FILE, NO_EVENTS, InvalidSetting, Settings, address
+from decideonce_server.sink import Sink
 from decideonce_server.status import StatusInterceptor
 from decideonce_server.stopping import SUPERVISED, Stopping
 from decideonce_server.supervisor import Role, Supervisor
@@ -158,6 +162,9 @@ async def serve(settings: Settings) -> None:
 
 async def _prepare(url: DatabaseUrl, settings: Settings) -> None:
     """Do once what an instance's processes then rely on."""
+    if settings.events_url is not None:
+        # Only to refuse a wrong one now: housekeeping would, again and again.
+        await _sink(settings.events_url).close()
     parts = assemble(url, settings)
     try:
         if settings.database_url is None:
@@ -197,6 +204,8 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
         "DECIDEONCE_EVALUATORS": settings.evaluators,
         "DECIDEONCE_ATTEMPTS_MAX": settings.attempts_max,
         "DECIDEONCE_MISMATCHES_PER_MINUTE": settings.mismatches_per_minute,
+        "DECIDEONCE_EVENTS": settings.events_url or NO_EVENTS,
+        "DECIDEONCE_EVENTS_FORMAT": settings.events_format,
         "DECIDEONCE_DRAIN": f"{settings.drain // timedelta(milliseconds=1)}ms",
         SUPERVISED: "1",
     }
@@ -225,7 +234,7 @@ async def work(settings: Settings) -> None:
 
 
 async def housekeep(settings: Settings) -> None:
-    """Rescue stale work and apply retention, until asked to stop.
+    """Rescue stale work, apply retention and publish events, until asked to stop.
 
     Raises:
         UnknownSchema, DatabaseUnreachable, LedgerUnavailable: it can't begin.
@@ -236,7 +245,10 @@ async def housekeep(settings: Settings) -> None:
         await check_schema(database_url(settings.database_url))
     async with _running(settings) as parts:
         rescuer = Rescuer(parts.ledger, parts.reserve, parts.decide, parts.attempts, parts.waiters)
-        async with _loops(parts.catalog.run(), rescuer.run(), Reaper(parts.ledger).run()):
+        async with (
+            _publishing(parts.database, settings, stopping),
+            _loops(parts.catalog.run(), rescuer.run(), Reaper(parts.ledger).run()),
+        ):
             print("decideonce housekeeping ready", flush=True)  # noqa: T201  # the supervisor reads this
             await stopping.asked.wait()
         await _end_attempts(parts, settings, stopping)
@@ -256,6 +268,26 @@ async def _end_attempts(parts: Parts, settings: Settings, stopping: Stopping) ->
             log.warning("leases not given back: the ledger can't be reached; they run out", attempts=len(left))
             return
     log.info("stopped", attempts_released=len(left))
+
+
+@asynccontextmanager
+async def _publishing(database: Database, settings: Settings, stopping: Stopping) -> AsyncIterator[None]:
+    """Publish events beside the block, where they are to be; at its end what is being sent has time to arrive."""
+    if settings.events_url is None:
+        yield
+        return
+    publisher = Publisher(database, _sink(settings.events_url), PayloadFormat(settings.events_format))
+    async with _loops(publisher.run()) as (publishing,):
+        yield
+        publisher.stop()
+        await stopping.unless_asked_again(asyncio.wait({publishing}))
+
+
+def _sink(url: str) -> Sink:
+    try:
+        return open_sink(url)
+    except ValueError as error:
+        raise InvalidSetting(str(error)) from None
 
 
 @asynccontextmanager
@@ -302,7 +334,7 @@ async def _running(settings: Settings) -> AsyncIterator[Parts]:
 
 
 @asynccontextmanager
-async def _loops(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def _loops(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
     """Run loops beside the block; a defect in one asks the process to stop, so that it is replaced."""
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -314,7 +346,7 @@ async def _loops(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     for task in tasks:
         task.add_done_callback(ended)
     try:
-        yield
+        yield tasks
     finally:
         for task in tasks:
             task.cancel()

@@ -1,51 +1,23 @@
 """The command line: what runs on this machine. What calls a service is in `cli_calls`."""
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-import uvloop
 from rich.text import Text
 
-from decideonce.v1 import events_pb2
-from decideonce_server import app, cli_calls, console, doctor, logs
+from decideonce_server import app, cli_calls, cli_outbox, console, doctor, logs
 from decideonce_server.auth import Role, is_tenant
-from decideonce_server.database import Database
+from decideonce_server.cli_database import checked_url, data_dir_setting, database_url_setting, run, with_database
+from decideonce_server.cloudevent import PayloadFormat
 from decideonce_server.database import database_url as read_url
-from decideonce_server.errors import DecideonceError, InvalidField
 from decideonce_server.ledger_tokens import TokenStore
-from decideonce_server.migrate import DatabaseUnreachable, UnknownSchema, migrate
+from decideonce_server.migrate import migrate
 from decideonce_server.options import DURATION, json_option, setting
-from decideonce_server.outbox import Outbox
-from decideonce_server.settings import InvalidSetting, Settings
-from decideonce_server.supervisor import StartFailed
-
-T = TypeVar("T")
-
-
-def _checked_url(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
-    try:
-        if text is not None:
-            read_url(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return text
-
-
-database_url_setting = setting(
-    "--database-url",
-    "Postgres to use. Without it: an embedded one under --data-dir.",
-    callback=_checked_url,
-)
-data_dir_setting = setting(
-    "--data-dir",
-    "Where the embedded Postgres keeps its data.",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path(".decideonce"),
-)
+from decideonce_server.settings import Settings
 
 
 def _together(*settings: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,6 +41,17 @@ process_settings = _together(
         type=click.IntRange(1),
         default=600,
     ),
+    setting(
+        "--events",
+        "Where to publish events: kafka://HOST:PORT, nats://HOST:PORT, log:PATH, or none. Without it: none; with the "
+        "embedded Postgres a file under --data-dir.",
+    ),
+    setting(
+        "--events-format",
+        "How an event's payload is written.",
+        type=click.Choice([found.value for found in PayloadFormat]),
+        default=PayloadFormat.PROTOBUF.value,
+    ),
     setting("--drain", "How long a stop waits for work that has begun.", type=DURATION, default="30s"),
     setting("--log-level", "What to log.", default="info", type=click.Choice(["debug", "info", "warning", "error"])),
 )
@@ -81,25 +64,8 @@ def cli() -> None:
     logs.configure("warning")
 
 
-for command in cli_calls.COMMANDS:
+for command in (*cli_calls.COMMANDS, cli_outbox.outbox):
     cli.add_command(command)
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, and say shortly what can go wrong in an ordinary way."""
-    try:
-        return uvloop.run(work)
-    except InvalidSetting as error:
-        raise click.UsageError(str(error)) from None
-    except InvalidField as error:
-        console.fail(str(error), error.violations)
-    except (DecideonceError, UnknownSchema, DatabaseUnreachable, StartFailed, OSError) as error:
-        console.fail(str(error))
-    except RuntimeError as error:
-        # gRPC's way of saying that it can't listen.
-        if "Failed to bind" not in str(error):
-            raise
-        console.fail(str(error).partition(";")[0], hint="is another service running there?")
 
 
 @cli.command()
@@ -108,7 +74,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 @data_dir_setting
 @setting("--catalog", "A catalog to apply at start.", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @setting("--workers", "Processes that answer calls, on one port.", type=click.IntRange(1, 256), default=1)
-@setting("--housekeeping/--no-housekeeping", "Rescue stale work and apply retention here.", default=True)
+@setting("--housekeeping/--no-housekeeping", "Rescue stale work, apply retention and publish events here.", default=True)
 @listen_settings
 @process_settings
 def serve(*, log_level: str, **settings: Any) -> None:
@@ -117,63 +83,45 @@ def serve(*, log_level: str, **settings: Any) -> None:
     Prints one line on stdout once it can answer; logs go to stderr. SIGTERM and SIGINT stop it.
     """
     logs.configure(log_level)
-    _run(app.serve(Settings(**settings)))
+    run(app.serve(Settings(**settings)))
 
 
 @cli.command(hidden=True)
 @setting("--listen", "Where to serve.", required=True)
-@setting("--database-url", "Postgres to use.", required=True, callback=_checked_url)
+@setting("--database-url", "Postgres to use.", required=True, callback=checked_url)
 @listen_settings
 @process_settings
 def worker(*, log_level: str, **settings: Any) -> None:
     """Answer calls; one process of `serve`, which starts it."""
     logs.configure(log_level)
-    _run(app.work(Settings(**settings)))
+    run(app.work(Settings(**settings)))
 
 
 @cli.command()
-@setting("--database-url", "Postgres to use.", required=True, callback=_checked_url)
+@setting("--database-url", "Postgres to use.", required=True, callback=checked_url)
 @process_settings
 def housekeep(*, log_level: str, **settings: Any) -> None:
-    """Rescue stale work and apply retention.
+    """Rescue stale work, apply retention and publish events.
 
     `serve` does so too, unless it is told not to. Any number may run at once.
     """
     logs.configure(log_level)
-    _run(app.housekeep(Settings(**settings)))
+    run(app.housekeep(Settings(**settings)))
 
 
 @cli.command(name="migrate")
-@setting("--database-url", "Postgres to migrate.", required=True, callback=_checked_url)
+@setting("--database-url", "Postgres to migrate.", required=True, callback=checked_url)
 @json_option
 def migrate_command(database_url: str, *, as_json: bool) -> None:
     """Bring a database's schema up to date.
 
     Safe to run many times over, and from many places at once.
     """
-    schema = _run(migrate(read_url(database_url)))
+    schema = run(migrate(read_url(database_url)))
     if as_json:
         console.print_json({"schema": schema})
     else:
         click.echo(f"the schema is at {schema}")
-
-
-def _with_database(text: str | None, data_dir: Path, use: Callable[[Database], Awaitable[T]]) -> T:
-    if text is None and not data_dir.exists():
-        console.fail(
-            f"there is no embedded Postgres under {data_dir}",
-            hint="give --database-url, or the --data-dir of a service in embedded mode",
-        )
-
-    async def run() -> T:
-        async with app.postgres(None if text is None else read_url(text), data_dir) as url:
-            database = Database(url, pool_size=1)
-            try:
-                return await use(database)
-            finally:
-                await database.close()
-
-    return _run(run())
 
 
 @cli.group()
@@ -205,7 +153,7 @@ def token_create(
     """
     if not is_tenant(tenant):
         raise click.BadParameter("must be 1 to 64 characters of [A-Za-z0-9._:-]", param_hint="TENANT")
-    text = _with_database(
+    text = with_database(
         database_url,
         data_dir,
         lambda database: TokenStore(database).create(tenant, roles, operations, description),
@@ -222,7 +170,7 @@ def token_create(
 @json_option
 def token_list(database_url: str | None, data_dir: Path, *, as_json: bool) -> None:
     """List every token, without the secrets."""
-    tokens = _with_database(database_url, data_dir, lambda database: TokenStore(database).list())
+    tokens = with_database(database_url, data_dir, lambda database: TokenStore(database).list())
     if as_json:
         console.print_json([console.fields_of(token) for token in tokens])
         return
@@ -254,57 +202,12 @@ def token_revoke(token_id: str, database_url: str | None, data_dir: Path, *, as_
 
     It is refused everywhere within a second.
     """
-    if not _with_database(database_url, data_dir, lambda database: TokenStore(database).revoke(token_id)):
+    if not with_database(database_url, data_dir, lambda database: TokenStore(database).revoke(token_id)):
         console.fail(f"there is no token {token_id}, or it was revoked before")
     if as_json:
         console.print_json({"token_id": token_id, "revoked": True})
     else:
         click.echo(f"revoked {token_id}")
-
-
-@cli.group(name="outbox")
-def outbox_group() -> None:
-    """Events that wait to be published."""
-
-
-@outbox_group.command(name="list")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
-@database_url_setting
-@data_dir_setting
-@json_option
-def outbox_list(limit: int, database_url: str | None, data_dir: Path, *, as_json: bool) -> None:
-    """List the oldest events that wait."""
-    pending, events = _with_database(database_url, data_dir, lambda database: Outbox(database).pending(limit))
-    if as_json:
-        console.print_json(
-            {
-                "pending": pending,
-                "events": [console.fields_of(e) | {"payload": _payload(e.payload)} for e in events],
-            }
-        )
-        return
-    console.print_table(
-        ["event", "type", "operation", "operation key", "says"],
-        ((e.id, e.type, e.operation, e.operation_key, _gist(e.payload)) for e in events),
-        empty="no events wait",
-    )
-    if pending > len(events):
-        click.echo(f"and {pending - len(events)} more")
-
-
-def _event(payload: bytes) -> events_pb2.DecisionEvent:
-    return events_pb2.DecisionEvent.FromString(payload)
-
-
-def _payload(payload: bytes) -> dict[str, Any]:
-    return console.message_dict(_event(payload))
-
-
-def _gist(payload: bytes) -> str:
-    event = _event(payload)
-    if event.HasField("effect"):
-        return console.one_line(console.message_dict(event.effect.payload))
-    return event.recorded.decision.outcome or event.recorded.failure.reason
 
 
 @cli.command(name="doctor")
@@ -317,7 +220,7 @@ def doctor_command(database_url: str | None, data_dir: Path, *, as_json: bool) -
     With --database-url: that database too. Changes nothing; exits with 1 where something is at fault.
     """
     url = None if database_url is None else read_url(database_url)
-    findings = _run(doctor.examine(url, data_dir))
+    findings = run(doctor.examine(url, data_dir))
     if as_json:
         console.print_json([console.fields_of(finding) for finding in findings])
     else:

@@ -72,8 +72,8 @@ INSERT_FOR_DONE = f"""INSERT INTO outbox ({_COLUMNS})
     JOIN done USING (bucket, tenant, operation, operation_key)"""
 
 WAITING = Statement(
-    # The oldest events of these buckets, but for those of a key that has an event parked. There is no memory of what was
-    # read: an event that commits late is seen when it is there, whatever its id.
+    # The oldest events of these buckets, but for those of a key that has an event parked. There is no memory of what
+    # was read: an event that commits late is seen when it is there, whatever its id.
     "outbox_waiting",
     f"""SELECT {_EVENT} FROM (
         SELECT e.*, sum(octet_length(e.payload)) OVER (ORDER BY b.place, e.id) - octet_length(e.payload) AS before

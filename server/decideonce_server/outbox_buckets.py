@@ -16,7 +16,8 @@ BEAT = Statement(
     # Says that the holder is alive, and counts how many are. Those long gone are forgotten.
     "bucket_beat",
     """WITH gone AS (
-        DELETE FROM bucket_holder h WHERE h.alive_until < statement_timestamp() - interval '1 hour' AND h.holder <> :holder
+        DELETE FROM bucket_holder h
+        WHERE h.alive_until < statement_timestamp() - interval '1 hour' AND h.holder <> :holder
     )
     INSERT INTO bucket_holder AS h (holder, alive_until) VALUES (:holder, statement_timestamp() + :lease)
     ON CONFLICT (holder) DO UPDATE SET alive_until = excluded.alive_until

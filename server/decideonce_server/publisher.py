@@ -136,7 +136,9 @@ class Publisher:
         outcomes = await self._send([event for event, _ in heads])
         sent = [event for (event, _), outcome in zip(heads, outcomes, strict=True) if outcome is Receipt.ACKNOWLEDGED]
         refused = [
-            (event, outcome) for (event, _), outcome in zip(heads, outcomes, strict=True) if isinstance(outcome, Refusal)
+            (event, outcome)
+            for (event, _), outcome in zip(heads, outcomes, strict=True)
+            if isinstance(outcome, Refusal)
         ]
         self._failures = 0 if sent or refused else self._failures + 1
         self._retries.add(len(heads) - len(sent) - len(refused))

@@ -6,7 +6,12 @@ from datetime import timedelta
 from pathlib import Path
 
 # In the data directory, in embedded mode.
+EVENTS_FILE = "events.jsonl"
 DEV_TOKEN_FILE = "dev-token"  # noqa: S105  # a file's name
+
+
+# Nobody publishes: a pipeline of the operator's own reads the outbox.
+NO_EVENTS = "none"
 
 
 class InvalidSetting(Exception):
@@ -31,7 +36,16 @@ class Settings:
     mismatches_per_minute: int = 600
     workers: int = 1
     housekeeping: bool = True
+    events: str | None = None
+    events_format: str = "protobuf"
     drain: timedelta = timedelta(seconds=30)
+
+    @property
+    def events_url(self) -> str | None:
+        """Where events are published to; None where nobody publishes. The embedded mode has a file of its own."""
+        if self.events is not None:
+            return None if self.events == NO_EVENTS else self.events
+        return f"log:{self.data_dir / EVENTS_FILE}" if self.database_url is None else None
 
     def check(self) -> None:
         """Check what can be checked before anything is started.

@@ -28,7 +28,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64\x65\x63ideonce/v1/catalog.proto\x12\rdecideonce.v1\x1a$decideonce/v1/decision_service.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x91\x01\n\x13\x41pplyCatalogRequest\x12\x31\n\x08policies\x18\x01 \x03(\x0b\x32\x1f.decideonce.v1.PolicyDefinition\x12\x36\n\noperations\x18\x02 \x03(\x0b\x32\".decideonce.v1.OperationDefinition\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\x89\x01\n\x10PolicyDefinition\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\r\n\x03jdm\x18\x02 \x01(\tH\x00\x12\x15\n\x0b\x65ntry_point\x18\x03 \x01(\tH\x00\x12.\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x1c.decideonce.v1.PolicyExampleB\x0c\n\ndefinition\"\xbb\x01\n\rPolicyExample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x0f\n\x07reasons\x18\x04 \x03(\t\x12(\n\x07outputs\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12(\n\x04time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xe2\x03\n\x13OperationDefinition\x12\x11\n\toperation\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\rH\x00\x88\x01\x01\x12+\n\texecution\x18\x04 \x01(\x0e\x32\x18.decideonce.v1.Execution\x12/\n\x0c\x64\x65\x66\x61ult_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08max_wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0btime_budget\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmax_attempts\x18\t \x01(\r\x12,\n\tretention\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13tombstone_retention\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x66\x61\x63ts_schema\x18\x0c \x01(\tB\x11\n\x0f_policy_version\"W\n\x14\x41pplyCatalogResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12-\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x1c.decideonce.v1.CatalogChange\"\xb0\x01\n\rCatalogChange\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.decideonce.v1.ChangeKind\x12.\n\x07subject\x18\x02 \x01(\x0e\x32\x1d.decideonce.v1.CatalogSubject\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x13\n\x0bold_version\x18\x04 \x01(\r\x12\x13\n\x0bnew_version\x18\x05 \x01(\r\x12\x0e\n\x06\x66ields\x18\x06 \x03(\t\"\x13\n\x11GetCatalogRequest\"\xbf\x01\n\x12GetCatalogResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12.\n\napply_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x37\n\noperations\x18\x03 \x03(\x0b\x32#.decideonce.v1.GetOperationResponse\x12.\n\x08policies\x18\x04 \x03(\x0b\x32\x1c.decideonce.v1.PolicyVersion\"\x94\x01\n\rPolicyVersion\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x61\x63tive\x18\x06 \x01(\x08\"U\n\x19ListPolicyVersionsRequest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"e\n\x1aListPolicyVersionsResponse\x12.\n\x08versions\x18\x01 \x03(\x0b\x32\x1c.decideonce.v1.PolicyVersion\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x17GetPolicyVersionRequest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\"Z\n\x18GetPolicyVersionResponse\x12-\n\x07version\x18\x01 \x01(\x0b\x32\x1c.decideonce.v1.PolicyVersion\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t*r\n\nChangeKind\x12\x1b\n\x17\x43HANGE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43HANGE_KIND_ADDED\x10\x01\x12\x17\n\x13\x43HANGE_KIND_CHANGED\x10\x02\x12\x17\n\x13\x43HANGE_KIND_REMOVED\x10\x03*l\n\x0e\x43\x61talogSubject\x12\x1f\n\x1b\x43\x41TALOG_SUBJECT_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43\x41TALOG_SUBJECT_POLICY\x10\x01\x12\x1d\n\x19\x43\x41TALOG_SUBJECT_OPERATION\x10\x02\x32\x9b\x03\n\x0e\x43\x61talogService\x12W\n\x0c\x41pplyCatalog\x12\".decideonce.v1.ApplyCatalogRequest\x1a#.decideonce.v1.ApplyCatalogResponse\x12V\n\nGetCatalog\x12 .decideonce.v1.GetCatalogRequest\x1a!.decideonce.v1.GetCatalogResponse\"\x03\x90\x02\x01\x12n\n\x12ListPolicyVersions\x12(.decideonce.v1.ListPolicyVersionsRequest\x1a).decideonce.v1.ListPolicyVersionsResponse\"\x03\x90\x02\x01\x12h\n\x10GetPolicyVersion\x12&.decideonce.v1.GetPolicyVersionRequest\x1a\'.decideonce.v1.GetPolicyVersionResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64\x65\x63ideonce/v1/catalog.proto\x12\rdecideonce.v1\x1a$decideonce/v1/decision_service.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x91\x01\n\x13\x41pplyCatalogRequest\x12\x31\n\x08policies\x18\x01 \x03(\x0b\x32\x1f.decideonce.v1.PolicyDefinition\x12\x36\n\noperations\x18\x02 \x03(\x0b\x32\".decideonce.v1.OperationDefinition\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\x89\x01\n\x10PolicyDefinition\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\r\n\x03jdm\x18\x02 \x01(\tH\x00\x12\x15\n\x0b\x65ntry_point\x18\x03 \x01(\tH\x00\x12.\n\x08\x65xamples\x18\x04 \x03(\x0b\x32\x1c.decideonce.v1.PolicyExampleB\x0c\n\ndefinition\"\xbb\x01\n\rPolicyExample\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x0f\n\x07reasons\x18\x04 \x03(\t\x12(\n\x07outputs\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12(\n\x04time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xf1\x03\n\x13OperationDefinition\x12\x11\n\toperation\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\rH\x00\x88\x01\x01\x12+\n\texecution\x18\x04 \x01(\x0e\x32\x18.decideonce.v1.Execution\x12/\n\x0c\x64\x65\x66\x61ult_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08max_wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0btime_budget\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmax_attempts\x18\t \x01(\r\x12,\n\tretention\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13tombstone_retention\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x66\x61\x63ts_schema\x18\x0c \x01(\t\x12\r\n\x05topic\x18\r \x01(\tB\x11\n\x0f_policy_version\"W\n\x14\x41pplyCatalogResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12-\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x1c.decideonce.v1.CatalogChange\"\xb0\x01\n\rCatalogChange\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.decideonce.v1.ChangeKind\x12.\n\x07subject\x18\x02 \x01(\x0e\x32\x1d.decideonce.v1.CatalogSubject\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x13\n\x0bold_version\x18\x04 \x01(\r\x12\x13\n\x0bnew_version\x18\x05 \x01(\r\x12\x0e\n\x06\x66ields\x18\x06 \x03(\t\"\x13\n\x11GetCatalogRequest\"\xbf\x01\n\x12GetCatalogResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12.\n\napply_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x37\n\noperations\x18\x03 \x03(\x0b\x32#.decideonce.v1.GetOperationResponse\x12.\n\x08policies\x18\x04 \x03(\x0b\x32\x1c.decideonce.v1.PolicyVersion\"\x94\x01\n\rPolicyVersion\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x61\x63tive\x18\x06 \x01(\x08\"U\n\x19ListPolicyVersionsRequest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"e\n\x1aListPolicyVersionsResponse\x12.\n\x08versions\x18\x01 \x03(\x0b\x32\x1c.decideonce.v1.PolicyVersion\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x17GetPolicyVersionRequest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\"Z\n\x18GetPolicyVersionResponse\x12-\n\x07version\x18\x01 \x01(\x0b\x32\x1c.decideonce.v1.PolicyVersion\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t*r\n\nChangeKind\x12\x1b\n\x17\x43HANGE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43HANGE_KIND_ADDED\x10\x01\x12\x17\n\x13\x43HANGE_KIND_CHANGED\x10\x02\x12\x17\n\x13\x43HANGE_KIND_REMOVED\x10\x03*l\n\x0e\x43\x61talogSubject\x12\x1f\n\x1b\x43\x41TALOG_SUBJECT_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43\x41TALOG_SUBJECT_POLICY\x10\x01\x12\x1d\n\x19\x43\x41TALOG_SUBJECT_OPERATION\x10\x02\x32\x9b\x03\n\x0e\x43\x61talogService\x12W\n\x0c\x41pplyCatalog\x12\".decideonce.v1.ApplyCatalogRequest\x1a#.decideonce.v1.ApplyCatalogResponse\x12V\n\nGetCatalog\x12 .decideonce.v1.GetCatalogRequest\x1a!.decideonce.v1.GetCatalogResponse\"\x03\x90\x02\x01\x12n\n\x12ListPolicyVersions\x12(.decideonce.v1.ListPolicyVersionsRequest\x1a).decideonce.v1.ListPolicyVersionsResponse\"\x03\x90\x02\x01\x12h\n\x10GetPolicyVersion\x12&.decideonce.v1.GetPolicyVersionRequest\x1a\'.decideonce.v1.GetPolicyVersionResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CATALOGSERVICE'].methods_by_name['ListPolicyVersions']._serialized_options = b'\220\002\001'
   _globals['_CATALOGSERVICE'].methods_by_name['GetPolicyVersion']._loaded_options = None
   _globals['_CATALOGSERVICE'].methods_by_name['GetPolicyVersion']._serialized_options = b'\220\002\001'
-  _globals['_CHANGEKIND']._serialized_start=2121
-  _globals['_CHANGEKIND']._serialized_end=2235
-  _globals['_CATALOGSUBJECT']._serialized_start=2237
-  _globals['_CATALOGSUBJECT']._serialized_end=2345
+  _globals['_CHANGEKIND']._serialized_start=2136
+  _globals['_CHANGEKIND']._serialized_end=2250
+  _globals['_CATALOGSUBJECT']._serialized_start=2252
+  _globals['_CATALOGSUBJECT']._serialized_end=2360
   _globals['_APPLYCATALOGREQUEST']._serialized_start=180
   _globals['_APPLYCATALOGREQUEST']._serialized_end=325
   _globals['_POLICYDEFINITION']._serialized_start=328
@@ -52,25 +52,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POLICYEXAMPLE']._serialized_start=468
   _globals['_POLICYEXAMPLE']._serialized_end=655
   _globals['_OPERATIONDEFINITION']._serialized_start=658
-  _globals['_OPERATIONDEFINITION']._serialized_end=1140
-  _globals['_APPLYCATALOGRESPONSE']._serialized_start=1142
-  _globals['_APPLYCATALOGRESPONSE']._serialized_end=1229
-  _globals['_CATALOGCHANGE']._serialized_start=1232
-  _globals['_CATALOGCHANGE']._serialized_end=1408
-  _globals['_GETCATALOGREQUEST']._serialized_start=1410
-  _globals['_GETCATALOGREQUEST']._serialized_end=1429
-  _globals['_GETCATALOGRESPONSE']._serialized_start=1432
-  _globals['_GETCATALOGRESPONSE']._serialized_end=1623
-  _globals['_POLICYVERSION']._serialized_start=1626
-  _globals['_POLICYVERSION']._serialized_end=1774
-  _globals['_LISTPOLICYVERSIONSREQUEST']._serialized_start=1776
-  _globals['_LISTPOLICYVERSIONSREQUEST']._serialized_end=1861
-  _globals['_LISTPOLICYVERSIONSRESPONSE']._serialized_start=1863
-  _globals['_LISTPOLICYVERSIONSRESPONSE']._serialized_end=1964
-  _globals['_GETPOLICYVERSIONREQUEST']._serialized_start=1966
-  _globals['_GETPOLICYVERSIONREQUEST']._serialized_end=2027
-  _globals['_GETPOLICYVERSIONRESPONSE']._serialized_start=2029
-  _globals['_GETPOLICYVERSIONRESPONSE']._serialized_end=2119
-  _globals['_CATALOGSERVICE']._serialized_start=2348
-  _globals['_CATALOGSERVICE']._serialized_end=2759
+  _globals['_OPERATIONDEFINITION']._serialized_end=1155
+  _globals['_APPLYCATALOGRESPONSE']._serialized_start=1157
+  _globals['_APPLYCATALOGRESPONSE']._serialized_end=1244
+  _globals['_CATALOGCHANGE']._serialized_start=1247
+  _globals['_CATALOGCHANGE']._serialized_end=1423
+  _globals['_GETCATALOGREQUEST']._serialized_start=1425
+  _globals['_GETCATALOGREQUEST']._serialized_end=1444
+  _globals['_GETCATALOGRESPONSE']._serialized_start=1447
+  _globals['_GETCATALOGRESPONSE']._serialized_end=1638
+  _globals['_POLICYVERSION']._serialized_start=1641
+  _globals['_POLICYVERSION']._serialized_end=1789
+  _globals['_LISTPOLICYVERSIONSREQUEST']._serialized_start=1791
+  _globals['_LISTPOLICYVERSIONSREQUEST']._serialized_end=1876
+  _globals['_LISTPOLICYVERSIONSRESPONSE']._serialized_start=1878
+  _globals['_LISTPOLICYVERSIONSRESPONSE']._serialized_end=1979
+  _globals['_GETPOLICYVERSIONREQUEST']._serialized_start=1981
+  _globals['_GETPOLICYVERSIONREQUEST']._serialized_end=2042
+  _globals['_GETPOLICYVERSIONRESPONSE']._serialized_start=2044
+  _globals['_GETPOLICYVERSIONRESPONSE']._serialized_end=2134
+  _globals['_CATALOGSERVICE']._serialized_start=2363
+  _globals['_CATALOGSERVICE']._serialized_end=2774
 # @@protoc_insertion_point(module_scope)

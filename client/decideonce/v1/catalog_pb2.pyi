@@ -215,6 +215,7 @@ class OperationDefinition(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     TOMBSTONE_RETENTION_FIELD_NUMBER: _builtins.int
     FACTS_SCHEMA_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
     operation: _builtins.str
     """The operation's name: parts of [a-z0-9]+ joined by "." or "-"."""
     policy_id: _builtins.str
@@ -227,6 +228,10 @@ class OperationDefinition(_message.Message):
     """How many attempts may start, 1 to 100. Zero: 5."""
     facts_schema: _builtins.str
     """The JSON Schema (2020-12) of the facts, as JSON text."""
+    topic: _builtins.str
+    """The topic (Kafka) or subject (NATS) that the operation's events go to: parts of [A-Za-z0-9_-]+ joined by ".", 249
+    characters at most. Empty: decideonce.events.
+    """
     @_builtins.property
     def default_wait(self) -> _duration_pb2.Duration:
         """How long Decide waits where the caller says nothing. Absent: 2 s inline, 0 s in the background."""
@@ -266,10 +271,11 @@ class OperationDefinition(_message.Message):
         retention: _duration_pb2.Duration | None = ...,
         tombstone_retention: _duration_pb2.Duration | None = ...,
         facts_schema: _builtins.str = ...,
+        topic: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "default_wait", b"default_wait", "lease", b"lease", "max_wait", b"max_wait", "policy_version", b"policy_version", "retention", b"retention", "time_budget", b"time_budget", "tombstone_retention", b"tombstone_retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "default_wait", b"default_wait", "execution", b"execution", "facts_schema", b"facts_schema", "lease", b"lease", "max_attempts", b"max_attempts", "max_wait", b"max_wait", "operation", b"operation", "policy_id", b"policy_id", "policy_version", b"policy_version", "retention", b"retention", "time_budget", b"time_budget", "tombstone_retention", b"tombstone_retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "default_wait", b"default_wait", "execution", b"execution", "facts_schema", b"facts_schema", "lease", b"lease", "max_attempts", b"max_attempts", "max_wait", b"max_wait", "operation", b"operation", "policy_id", b"policy_id", "policy_version", b"policy_version", "retention", b"retention", "time_budget", b"time_budget", "tombstone_retention", b"tombstone_retention", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
