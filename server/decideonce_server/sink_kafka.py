@@ -25,6 +25,8 @@ SETTINGS: Mapping[str, str | int | float | bool] = {
     "client.id": "decideonce",
     "acks": "all",
     "enable.idempotence": True,
+    # As Java's clients choose a key's partition, and so Debezium: a key stays where it is when one replaces the other.
+    "partitioner": "murmur2_random",
     # A topic that a typing error names must not come into being, wherever the broker would allow that.
     "allow.auto.create.topics": False,
     # What waits in the library is bounded.
@@ -154,6 +156,8 @@ class KafkaSink:
 
         reports = _Reports(len(messages))
         for index, message in enumerate(messages):
+            if is_over():
+                break
             while not producer.takes(message, reports, index) and not is_over():
                 producer.poll(POLL_S)
         while reports.awaited and not is_over():
@@ -166,7 +170,8 @@ class KafkaSink:
             reports.outcomes[index] = judged[messages[index].topic]
         if Receipt.ACKNOWLEDGED in reports.outcomes:
             self._told.clear()
-        return reports.outcomes
+        # A copy: reports may still come.
+        return list(reports.outcomes)
 
 
 class _Reports:
