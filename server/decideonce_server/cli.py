@@ -74,7 +74,9 @@ for command in (*cli_calls.COMMANDS, cli_outbox.outbox):
 @data_dir_setting
 @setting("--catalog", "A catalog to apply at start.", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @setting("--workers", "Processes that answer calls, on one port.", type=click.IntRange(1, 256), default=1)
-@setting("--housekeeping/--no-housekeeping", "Rescue stale work, apply retention and publish events here.", default=True)
+@setting(
+    "--housekeeping/--no-housekeeping", "Rescue stale work, apply retention and publish events here.", default=True
+)
 @listen_settings
 @process_settings
 def serve(*, log_level: str, **settings: Any) -> None:

@@ -76,5 +76,3 @@ def with_database(text: str | None, data_dir: Path, use: Callable[[Database], Aw
                 await database.close()
 
     return run(work())
-
-

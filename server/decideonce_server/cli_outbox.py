@@ -1,11 +1,12 @@
 """The command line's part for events: what waits to be published, and what can't be."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import click
+from rich.text import Text
 
 from decideonce.v1 import events_pb2
 from decideonce_server import console
@@ -50,12 +51,19 @@ def list_events(limit: int, database_url: str | None, data_dir: Path, *, parked:
 @click.argument("event_id", type=click.UUID)
 @database_url_setting
 @data_dir_setting
-def show(event_id: UUID, database_url: str | None, data_dir: Path) -> None:
-    """Show one event that waits or is parked, with its payload, as JSON."""
+@json_option
+def show(event_id: UUID, database_url: str | None, data_dir: Path, *, as_json: bool) -> None:
+    """Show one event that waits or is parked, with its payload."""
     found = with_database(database_url, data_dir, lambda database: Outbox(database).show(event_id))
     if found is None:
         console.fail(f"no event {event_id} waits or is parked", hint="it may have been published")
-    console.print_json(_fields(found))
+    fields = _fields(found)
+    if as_json:
+        console.print_json(fields)
+    else:
+        console.print_record(
+            Text(f"event {fields.pop('id')}", "bold"), fields | {"payload": console.one_line(fields["payload"])}
+        )
 
 
 @outbox.command(name="retry")
@@ -130,10 +138,10 @@ def _say(count: int, event_ids: tuple[UUID, ...], done: str, *, as_json: bool) -
         click.echo(f"{done} {count}")
 
 
-def _row(found: Event | ParkedEvent) -> Iterator[object]:
+def _row(found: Event | ParkedEvent) -> Sequence[object]:
     event = found.event if isinstance(found, ParkedEvent) else found
-    yield from (event.id, event.type, event.operation, event.operation_key, event.topic)
-    yield found.reason if isinstance(found, ParkedEvent) else _gist(event.payload)
+    said = found.reason if isinstance(found, ParkedEvent) else _gist(event.payload)
+    return event.id, event.type, event.operation, event.operation_key, event.topic, said
 
 
 def _fields(found: Event | ParkedEvent) -> dict[str, Any]:

@@ -25,13 +25,8 @@ class PayloadFormat(StrEnum):
 CONTENT_TYPES = {PayloadFormat.PROTOBUF: "application/protobuf", PayloadFormat.JSON: "application/json"}
 
 
-def message_of(
-    event: Event,
-    topic: str,
-    payload_format: PayloadFormat = PayloadFormat.PROTOBUF,
-    traceparent: str | None = None,
-) -> Message:
-    """Make the message that tells an event. `traceparent` is of W3C Trace Context.
+def message_of(event: Event, payload_format: PayloadFormat = PayloadFormat.PROTOBUF) -> Message:
+    """Make the message that tells an event.
 
     Raises:
         google.protobuf.message.DecodeError: the payload isn't a DecisionEvent.
@@ -50,9 +45,9 @@ def message_of(
         "partitionkey": event.aggregate_id,
         "datacontenttype": CONTENT_TYPES[payload_format],
     }
-    if traceparent is not None:
-        attributes["traceparent"] = traceparent
-    return Message(event.id, topic, event.aggregate_id, attributes, payload)
+    if event.traceparent is not None:
+        attributes["traceparent"] = event.traceparent
+    return Message(event.id, event.topic, event.aggregate_id, attributes, payload)
 
 
 def binary_event(message: Message) -> CloudEvent:

@@ -163,7 +163,7 @@ class Publisher:
         messages: list[Message | None] = []
         for event in events:
             try:
-                messages.append(message_of(event, event.topic, self._payload_format, event.traceparent))
+                messages.append(message_of(event, self._payload_format))
             except DecodeError:
                 messages.append(None)
         outcomes = iter(await self._sink.send([message for message in messages if message is not None]))

@@ -93,8 +93,18 @@ def new_message(
     payload = events_pb2.DecisionEvent(event_id=str(event_id), type="loan.approved")
     payload.event_time.FromJsonString("2026-11-30T08:15:30.120Z")
     payload.effect.payload.update({"name": 'Zoë "§" 100%', "padding": "x" * size})
-    event = Event(event_id, 0, tenant, "credit.approve-loan", key, "loan.approved", payload.SerializeToString())
-    return message_of(event, topic, payload_format, TRACEPARENT)
+    event = Event(
+        event_id,
+        0,
+        tenant,
+        "credit.approve-loan",
+        key,
+        "loan.approved",
+        payload.SerializeToString(),
+        topic,
+        TRACEPARENT,
+    )
+    return message_of(event, payload_format)
 
 
 async def acknowledged(sink: Sink, message: Message) -> bool:

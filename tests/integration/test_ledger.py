@@ -47,7 +47,7 @@ def completion(key: Key = KEY, **changes) -> Completion:
 
 
 def event(key: Key = KEY) -> Event:
-    return Event(uuid.uuid4(), key.bucket, key.tenant, key.operation, key.operation_key, "decided", b"payload")
+    return Event(uuid.uuid4(), key.bucket, key.tenant, key.operation, key.operation_key, "decided", b"payload", "topic")
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ async def test_completion_writes_decision_and_events_together(ledger: Ledger, da
     """A completion stores the response and its events, with lifetimes from now."""
     await ledger.reserve([reservation()])
     (done,) = await ledger.complete([completion(events=[event(), event()])])
-    pending, _ = await Outbox(database).pending(10)
+    pending = len(await Outbox(database).pending(10))
     assert (done.state, done.response, pending) == (State.SUCCEEDED, b"response", 2)
     assert timedelta(days=1) == done.key_retained_until - done.replayable_until
 
@@ -144,7 +144,7 @@ async def test_completion_with_a_stale_attempt_changes_nothing(ledger: Ledger, d
     assert await ledger.complete([completion(events=[event()])]) == [None]
     (record,) = await ledger.read([KEY])
     assert (record.state, record.attempt) == (State.PROCESSING, 2)
-    assert (await Outbox(database).pending(1))[0] == 0
+    assert len(await Outbox(database).pending(1)) == 0
 
 
 async def take_over_when_abandoned(ledger: Ledger) -> list[Attempt | None]:
@@ -190,7 +190,7 @@ async def test_attempt_whose_lease_lasts_is_not_ended_as_abandoned(ledger: Ledge
     exhausted = completion(state=State.FAILED_FINAL, abandoned=True, events=[event()])
     assert {KEY} == await ledger.renew([record], [timedelta(seconds=30)])
     assert [None] == await ledger.complete([exhausted])
-    assert 0 == (await Outbox(database).pending(1))[0]
+    assert 0 == len(await Outbox(database).pending(1))
     await ledger.release([record])
     (done,) = await ledger.complete([exhausted])
     assert State.FAILED_FINAL == done.state

@@ -242,7 +242,7 @@ def reservation(key: Key, step: Reserve) -> Reservation:
 
 def completion(key: Key, step: Complete) -> Completion:
     events = [
-        Event(uuid.uuid4(), key.bucket, key.tenant, key.operation, key.operation_key, "type", b"payload")
+        Event(uuid.uuid4(), key.bucket, key.tenant, key.operation, key.operation_key, "type", b"payload", "topic")
         for _ in range(step.events)
     ]
     return Completion(

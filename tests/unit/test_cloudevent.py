@@ -14,7 +14,7 @@ EVENT_ID = uuid.UUID("019e0000-0000-7000-8000-000000000001")
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def event(tenant: str = "acme", time: str = "2026-11-30T08:15:30.120Z") -> Event:
+def event(tenant: str = "acme", time: str = "2026-11-30T08:15:30.120Z", traceparent: str | None = None) -> Event:
     payload = events_pb2.DecisionEvent(event_id=str(EVENT_ID), type="decideonce.decision.v1")
     payload.event_time.FromJsonString(time)
     payload.recorded.decision.outcome = "APPROVE"
@@ -26,12 +26,14 @@ def event(tenant: str = "acme", time: str = "2026-11-30T08:15:30.120Z") -> Event
         "order~2026:0000001",
         "decideonce.decision.v1",
         payload.SerializeToString(),
+        "decisions",
+        traceparent,
     )
 
 
 def test_attributes_are_those_of_the_event() -> None:
     """Each attribute comes from the event, and the payload is the recorded bytes."""
-    message = message_of(event(), "decisions", traceparent=TRACEPARENT)
+    message = message_of(event(traceparent=TRACEPARENT))
     expected = {
         "id": "019e0000-0000-7000-8000-000000000001",
         "source": "/decideonce/acme/credit.approve-loan",
@@ -54,7 +56,7 @@ def test_attributes_are_those_of_the_event() -> None:
 
 def test_traceparent_may_be_absent() -> None:
     """Without a trace there is no such attribute."""
-    assert "traceparent" not in message_of(event(), "decisions").attributes
+    assert "traceparent" not in message_of(event()).attributes
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_traceparent_may_be_absent() -> None:
 )
 def test_source_is_a_uri_reference(tenant: str, source: str) -> None:
     """What a URI can't hold is percent-encoded, and a tenant is always one segment."""
-    assert source == message_of(event(tenant), "decisions").attributes["source"]
+    assert source == message_of(event(tenant)).attributes["source"]
 
 
 @pytest.mark.parametrize(
@@ -80,12 +82,12 @@ def test_source_is_a_uri_reference(tenant: str, source: str) -> None:
 )
 def test_time_is_rfc3339_in_utc(time: str, written: str) -> None:
     """The time is the event's, to the microsecond."""
-    assert written == message_of(event(time=time), "decisions").attributes["time"]
+    assert written == message_of(event(time=time)).attributes["time"]
 
 
 def test_json_payload_is_protobufs_mapping() -> None:
     """With JSON the payload is what protobuf's JSON mapping makes of it, and says so."""
-    message = message_of(event(), "decisions", PayloadFormat.JSON)
+    message = message_of(event(), PayloadFormat.JSON)
     expected = {
         "eventId": "019e0000-0000-7000-8000-000000000001",
         "type": "decideonce.decision.v1",
@@ -98,13 +100,13 @@ def test_json_payload_is_protobufs_mapping() -> None:
 
 def test_library_takes_every_message() -> None:
     """The CloudEvents library finds the attributes valid, in both forms."""
-    message = message_of(event(), "decisions", PayloadFormat.JSON, TRACEPARENT)
+    message = message_of(event(traceparent=TRACEPARENT), PayloadFormat.JSON)
     assert message.payload == binary_event(message).get_data()
     assert json.loads(message.payload) == json_event(message).get_data()
 
 
 def test_payload_of_something_else_is_an_error() -> None:
     """A payload that isn't a DecisionEvent makes no message."""
-    broken = Event(EVENT_ID, 7, "acme", "credit.approve-loan", "order~2026:0000001", "any", b"\xff\xff")
+    broken = Event(EVENT_ID, 7, "acme", "credit.approve-loan", "order~2026:0000001", "any", b"\xff\xff", "decisions")
     with pytest.raises(DecodeError):
-        message_of(broken, "decisions")
+        message_of(broken)
