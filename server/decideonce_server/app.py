@@ -276,7 +276,9 @@ async def _publishing(database: Database, settings: Settings, stopping: Stopping
     if settings.events_url is None:
         yield
         return
-    publisher = Publisher(database, _sink(settings.events_url), PayloadFormat(settings.events_format))
+    is_file = settings.events_url.startswith("log:")
+    given = settings.events_format or (PayloadFormat.JSON if is_file else PayloadFormat.PROTOBUF)
+    publisher = Publisher(database, _sink(settings.events_url), PayloadFormat(given))
     async with _loops(publisher.run()) as (publishing,):
         yield
         publisher.stop()

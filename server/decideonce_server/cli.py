@@ -48,9 +48,8 @@ process_settings = _together(
     ),
     setting(
         "--events-format",
-        "How an event's payload is written.",
+        "How an event's payload is written. Without it: json in a file, and protobuf elsewhere.",
         type=click.Choice([found.value for found in PayloadFormat]),
-        default=PayloadFormat.PROTOBUF.value,
     ),
     setting("--drain", "How long a stop waits for work that has begun.", type=DURATION, default="30s"),
     setting("--log-level", "What to log.", default="info", type=click.Choice(["debug", "info", "warning", "error"])),

@@ -27,6 +27,7 @@ LEDGER_CHECKS = (
     ("answers past retention", LedgerDoctor.overdue_answers, "not purged for more than an hour"),
     ("answers held by events", LedgerDoctor.held_answers, "past retention, and their events still wait"),
     ("tombstones past retention", LedgerDoctor.overdue_tombstones, "not deleted for more than an hour"),
+    ("parked events", LedgerDoctor.parked_events, "that can't be published, with the later ones of their keys"),
     ("early events", LedgerDoctor.early_events, "waiting of decisions that are not final"),
     ("repeated decisions", LedgerDoctor.repeated_decisions, "told by more than one waiting event"),
     ("excess attempts", LedgerDoctor.excess_attempts, "with more attempts than the operation allows"),

@@ -37,7 +37,7 @@ class Settings:
     workers: int = 1
     housekeeping: bool = True
     events: str | None = None
-    events_format: str = "protobuf"
+    events_format: str | None = None
     drain: timedelta = timedelta(seconds=30)
 
     @property

@@ -19,6 +19,7 @@ LEDGER_CHECKS = {
     "answers past retention",
     "answers held by events",
     "tombstones past retention",
+    "parked events",
     "early events",
     "repeated decisions",
     "excess attempts",
@@ -136,6 +137,18 @@ async def test_answer_that_waits_for_its_event(database_url: URL, observer: asyn
     assert {"answers held by events"} == set(await faults(database_url))
 
 
+async def test_parked_event(database_url: URL, observer: asyncpg.Connection) -> None:
+    """An event that can't be published is found; its answer isn't held against retention."""
+    await plant(observer, {"replayable_until": LATELY})
+    await plant_event(observer)
+    await observer.execute(
+        """WITH parked AS (DELETE FROM outbox RETURNING *)
+        INSERT INTO outbox_parked SELECT *, 'MESSAGE_TOO_LARGE', now() FROM parked"""
+    )
+    expected = f"1 that can't be published, with the later ones of their keys, e.g. {OPERATION} {KEY}"
+    assert {"parked events": expected} == await faults(database_url)
+
+
 async def test_overdue_tombstone(database_url: URL, observer: asyncpg.Connection) -> None:
     """A tombstone that has been past its own retention for an hour is found."""
     await plant(observer, TOMBSTONE | {"key_retained_until": LONG_AGO})
@@ -206,10 +219,10 @@ async def test_contradiction(database_url: URL, observer: asyncpg.Connection, ch
 
 
 async def test_locked_tables_are_said(database_url: URL, observer: asyncpg.Connection) -> None:
-    """Where a migration holds the ledger the doctor says so, and doesn't wait."""
+    """Where a migration holds the tables the doctor says so, and doesn't wait."""
     transaction = observer.transaction()
     await transaction.start()
-    await observer.execute("LOCK TABLE ledger")
+    await observer.execute("LOCK TABLE ledger, outbox_parked")
     found = await faults(database_url)
     await transaction.rollback()
     assert LEDGER_CHECKS == set(found)

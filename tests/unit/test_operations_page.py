@@ -7,18 +7,18 @@ import click
 
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce.v1 import error_reason_pb2 as reasons
-from decideonce_server import doctor
+from decideonce_server import cli_outbox, doctor
 from decideonce_server.cli import cli
 
 PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 
 
 def test_flags_that_the_page_names_are_there() -> None:
-    """Every flag on the page is one of `serve`'s or `housekeep`'s."""
+    """Every flag on the page is one of `serve`'s, `housekeep`'s or `outbox list`'s."""
     flags = {
         flag
-        for name in ("serve", "housekeep")
-        for parameter in cli.commands[name].params
+        for command in (cli.commands["serve"], cli.commands["housekeep"], cli_outbox.list_events)
+        for parameter in command.params
         if isinstance(parameter, click.Option)
         for flag in (*parameter.opts, *parameter.secondary_opts)
     }
