@@ -158,13 +158,18 @@ def show_signups() -> None:
 def show_events(path: Path) -> None:
     """Show what was published: here to a file, as `serve` does where no broker is named."""
     say("Each decision told its events, in the same transaction, and they were published as CloudEvents.")
-    click.echo(click.style(f"$ cat {path}", fg="cyan"))
+    wanted = "loan.offer-requested"
+    click.echo(click.style(f"$ grep {wanted} {path}", fg="cyan"))
     until = time.monotonic() + CALL_WITHIN_S
-    while "loan.offer-requested" not in (text := path.read_text() if path.exists() else ""):
+    while not (lines := [line for line in _lines(path) if wanted in line]):
         if time.monotonic() > until:
-            raise Unexpected("an offer was expected here")
+            raise Unexpected(f'"{wanted}" was expected here')
         time.sleep(0.05)
-    click.echo(text, nl=False)
+    click.echo("\n".join(lines))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def show_operators_view() -> None:
