@@ -76,17 +76,19 @@ WAITING = Statement(
     # was read: an event that commits late is seen when it is there, whatever its id.
     "outbox_waiting",
     f"""SELECT {_EVENT} FROM (
-        SELECT e.*, sum(octet_length(e.payload)) OVER (ORDER BY b.place, e.id) - octet_length(e.payload) AS before
-        FROM unnest(CAST(:buckets AS smallint[])) WITH ORDINALITY AS b (bucket, place)
-        CROSS JOIN LATERAL (
-            SELECT w.* FROM outbox w
-            WHERE w.bucket = b.bucket AND NOT EXISTS (
-                SELECT FROM outbox_parked p
-                WHERE p.bucket = w.bucket AND p.tenant = w.tenant AND p.operation = w.operation
-                    AND p.operation_key = w.operation_key)
-            ORDER BY w.id LIMIT :per_bucket
+        SELECT e.*, sum(octet_length(e.payload)) OVER (ORDER BY e.place, e.id) - octet_length(e.payload) AS before
+        FROM (
+            SELECT b.place, w.* FROM unnest(CAST(:buckets AS smallint[])) WITH ORDINALITY AS b (bucket, place)
+            CROSS JOIN LATERAL (
+                SELECT w.* FROM outbox w
+                WHERE w.bucket = b.bucket AND NOT EXISTS (
+                    SELECT FROM outbox_parked p
+                    WHERE p.bucket = w.bucket AND p.tenant = w.tenant AND p.operation = w.operation
+                        AND p.operation_key = w.operation_key)
+                ORDER BY w.id LIMIT :per_bucket
+            ) w
+            LIMIT :limit
         ) e
-        LIMIT :limit
     ) o
     WHERE o.before < :bytes_max
     ORDER BY o.id""",
