@@ -48,6 +48,7 @@ from decideonce_server.ports import reserved_port
 from decideonce_server.publisher import Publisher
 from decideonce_server.reaper import Reaper
 from decideonce_server.reserve import Reserve
+from decideonce_server.scrape import serve_metrics
 from decideonce_server.servicer import DecisionServicer
 from decideonce_server.settings import DEV_TOKEN_FILE, NO_EVENTS, InvalidSetting, Settings, address
 from decideonce_server.sink import Sink
@@ -150,6 +151,8 @@ async def serve(settings: Settings) -> None:
         with reserved_port(settings.listen) as port:
             supervisor = Supervisor(_roles(settings, port), _environment(settings, url))
             try:
+                if settings.metrics is not None:
+                    serve_metrics(*address(settings.metrics, "--metrics"), lambda: supervisor.metrics)
                 await supervisor.start()
                 host, _ = address(settings.listen, "--listen")
                 print(f"decideonce ready on {host}:{port}", flush=True)  # noqa: T201  # whoever started it reads this
@@ -186,11 +189,8 @@ def _roles(settings: Settings, port: int) -> list[Role]:
         roles.append(Role("housekeeping", ("housekeep",)))
     if settings.metrics is None:
         return roles
-    # Each process has its own; the first is where the setting says, the others follow.
-    metrics_host, first = address(settings.metrics, "--metrics")
-    return [
-        replace(r, arguments=(*r.arguments, "--metrics", f"{metrics_host}:{first + i}")) for i, r in enumerate(roles)
-    ]
+    # Each has an endpoint of its own, on a port that is free, for this process to ask.
+    return [replace(role, arguments=(*role.arguments, "--metrics", "127.0.0.1:0")) for role in roles]
 
 
 def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
@@ -215,11 +215,12 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
 async def work(settings: Settings) -> None:
     """Answer calls and decide background operations, until asked to stop; one process of an instance."""
     stopping = Stopping()
+    measured = _measure(settings)
     async with _running(settings) as parts:
         # Left before attempts are ended: what is given back then is for others to take up.
         async with _loops(parts.catalog.run(), parts.worker.run()):
             server, healthy = await _start_server(parts, settings)
-            print("decideonce worker ready", flush=True)  # noqa: T201  # the supervisor reads this
+            print(f"decideonce worker ready{measured}", flush=True)  # noqa: T201  # the supervisor reads this
             await stopping.asked.wait()
             await healthy.enter_graceful_shutdown()
         parts.waiters.give_up()
@@ -243,13 +244,14 @@ async def housekeep(settings: Settings) -> None:
     if settings.database_url is not None and not os.environ.get(SUPERVISED):
         # A supervisor did so before; and it goes on where the next version's migration has come meanwhile.
         await check_schema(database_url(settings.database_url))
+    measured = _measure(settings)
     async with _running(settings) as parts:
         rescuer = Rescuer(parts.ledger, parts.reserve, parts.decide, parts.attempts, parts.waiters)
         async with (
             _publishing(parts.database, settings, stopping),
             _loops(parts.catalog.run(), rescuer.run(), Reaper(parts.ledger).run()),
         ):
-            print("decideonce housekeeping ready", flush=True)  # noqa: T201  # the supervisor reads this
+            print(f"decideonce housekeeping ready{measured}", flush=True)  # noqa: T201  # the supervisor reads this
             await stopping.asked.wait()
         await _end_attempts(parts, settings, stopping)
 
@@ -313,13 +315,19 @@ async def postgres(given: DatabaseUrl | None, data_dir: Path) -> AsyncIterator[D
         await asyncio.to_thread(embedded.stop)
 
 
+def _measure(settings: Settings) -> str:
+    """Serve this process's metrics, if they are asked for, and say where as the supervisor reads it."""
+    if settings.metrics is None:
+        return ""
+    host, port = address(settings.metrics, "--metrics")
+    server, _ = start_http_server(port, host)
+    metrics.set_meter_provider(MeterProvider([PrometheusMetricReader()]))
+    return f" metrics on {host}:{server.server_port}"
+
+
 @asynccontextmanager
 async def _running(settings: Settings) -> AsyncIterator[Parts]:
     """Give the parts of one process, started; the database is ready, as `serve` or an operator made it."""
-    if settings.metrics is not None:
-        host, port = address(settings.metrics, "--metrics")
-        start_http_server(port, host)
-        metrics.set_meter_provider(MeterProvider([PrometheusMetricReader()]))
     if settings.database_url is None:
         raise InvalidSetting("--database-url must be given")
     parts = assemble(database_url(settings.database_url), settings)

@@ -41,6 +41,8 @@ class Supervisor:
         self._roles = roles
         self._environment = os.environ | dict(environment)
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        # Where each process that is ready serves its metrics, if it does.
+        self.metrics: dict[str, str] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
 
@@ -66,9 +68,12 @@ class Supervisor:
         self._processes[role.name] = process
         if self._stopping:
             process.terminate()
-        # The one line that a process prints says that it is ready.
-        if process.stdout is None or not await process.stdout.readline():
+        # The one line that a process prints says that it is ready, and where its metrics are.
+        line = b"" if process.stdout is None else await process.stdout.readline()
+        if not line:
             raise StartFailed(f"{role.name} could not start: it ended with exit code {await process.wait()}")
+        _, _, metrics = line.decode().rstrip().partition(" metrics on ")
+        self.metrics = self.metrics | {role.name: metrics} if metrics else self.metrics
 
     async def _keep(self, role: Role) -> None:
         deaths = tenacity.RetryCallState(tenacity.AsyncRetrying(), None, (), {})
