@@ -25,7 +25,7 @@ from decideonce.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_
 from decideonce_server.apply import Apply
 from decideonce_server.attempts import Attempts
 from decideonce_server.auth import Authenticator, AuthInterceptor
-from decideonce_server.auth import Role as CallerRole
+from decideonce_server.callers import NO_CALLERS, Callers, read_callers
 from decideonce_server.catalog_dir import read_catalog
 from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.catalog_servicer import CatalogServicer
@@ -38,6 +38,7 @@ from decideonce_server.errors import LedgerUnavailable
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.events_url import open_sink
 from decideonce_server.idempotency import IdempotencyInterceptor
+from decideonce_server.identity import Role as CallerRole
 from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Ledger
 from decideonce_server.ledger_catalog import CatalogStore
@@ -56,6 +57,7 @@ from decideonce_server.status import StatusInterceptor
 from decideonce_server.stopping import SUPERVISED, Stopping
 from decideonce_server.supervisor import Role, Supervisor
 from decideonce_server.telemetry import TelemetryInterceptor
+from decideonce_server.tls import TlsFiles, credentials
 from decideonce_server.waiting import Waiters
 from decideonce_server.wire import SERVICES, ParseInterceptor
 
@@ -75,6 +77,7 @@ class Parts:
     database: Database
     evaluators: Evaluators
     tokens: TokenStore
+    callers: Callers
     store: CatalogStore
     catalog: CatalogReader
     ledger: Ledger
@@ -88,7 +91,11 @@ class Parts:
 
 
 def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
-    """Make the parts; nothing is started yet."""
+    """Make the parts; nothing is started yet.
+
+    Raises:
+        InvalidCallers: the file of callers can't be used.
+    """
     database = Database(url, pool_size=settings.pool_size)
     evaluators = Evaluators(size_max=settings.evaluators)
     store = CatalogStore(database)
@@ -107,6 +114,7 @@ def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
         database=database,
         evaluators=evaluators,
         tokens=TokenStore(database),
+        callers=NO_CALLERS if settings.callers is None else read_callers(settings.callers),
         store=store,
         catalog=catalog,
         ledger=ledger,
@@ -126,7 +134,7 @@ def interceptors(parts: Parts) -> list[grpc.aio.ServerInterceptor]:
         StatusInterceptor(),  # whatever is raised below becomes a status
         TelemetryInterceptor(),  # counts refusals too
         ParseInterceptor(),  # bytes above, messages below
-        AuthInterceptor(Authenticator(parts.tokens)),  # before anything is looked up
+        AuthInterceptor(Authenticator(parts.tokens, parts.callers)),  # before anything is looked up
         IdempotencyInterceptor(  # reserves for callers that may
             parts.reserve,
             parts.catalog,
@@ -141,7 +149,8 @@ async def serve(settings: Settings) -> None:
     """Serve with processes of their own for calls and for housekeeping, until SIGTERM or SIGINT.
 
     Raises:
-        InvalidSetting, UnknownSchema, InvalidCatalog, LedgerUnavailable, StartFailed, OSError: it can't begin.
+        InvalidSetting, InvalidCallers, UnknownSchema, InvalidCatalog, LedgerUnavailable, StartFailed, OSError: it
+            can't begin.
     """
     settings.check()
     stopping = Stopping()
@@ -165,6 +174,9 @@ async def serve(settings: Settings) -> None:
 
 async def _prepare(url: DatabaseUrl, settings: Settings) -> None:
     """Do once what an instance's processes then rely on."""
+    files = _tls_files(settings)
+    if files is not None:
+        files.read()
     if settings.events_url is not None:
         # Only to refuse a wrong one now: housekeeping would, again and again.
         await _sink(settings.events_url).close()
@@ -199,6 +211,8 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
         "DECIDEONCE_DATABASE_URL": url.render_as_string(hide_password=False),
         "DECIDEONCE_TLS_CERTIFICATE": settings.tls_certificate,
         "DECIDEONCE_TLS_KEY": settings.tls_key,
+        "DECIDEONCE_TLS_CLIENT_CA": settings.tls_client_ca,
+        "DECIDEONCE_CALLERS": settings.callers,
         "DECIDEONCE_ALLOW_PLAINTEXT": "1" if settings.allow_plaintext else None,
         "DECIDEONCE_POOL_SIZE": settings.pool_size,
         "DECIDEONCE_EVALUATORS": settings.evaluators,
@@ -363,6 +377,12 @@ async def _loops(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[list[asynci
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _tls_files(settings: Settings) -> TlsFiles | None:
+    if settings.tls_certificate is None or settings.tls_key is None:
+        return None
+    return TlsFiles(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+
+
 async def _start_server(parts: Parts, settings: Settings) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
     server = grpc.aio.server(interceptors=interceptors(parts), options=[("grpc.so_reuseport", 1)])
     add_DecisionServiceServicer_to_server(
@@ -373,9 +393,9 @@ async def _start_server(parts: Parts, settings: Settings) -> tuple[grpc.aio.Serv
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     names = [service.full_name for service in SERVICES]
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    if settings.tls_certificate is not None and settings.tls_key is not None:
-        pair = (settings.tls_key.read_bytes(), settings.tls_certificate.read_bytes())
-        server.add_secure_port(settings.listen, grpc.ssl_server_credentials([pair]))
+    files = _tls_files(settings)
+    if files is not None:
+        server.add_secure_port(settings.listen, credentials(files))
     else:
         server.add_insecure_port(settings.listen)
     await server.start()

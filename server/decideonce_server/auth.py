@@ -4,55 +4,24 @@ One table says which roles may call a method. A method that is not in it is refu
 """
 
 import hashlib
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import StrEnum
-from fnmatch import fnmatchcase
 from typing import Any
 
 import grpc
 from cachetools import TTLCache
 
+from decideonce_server.callers import Callers
 from decideonce_server.errors import PermissionDenied, Unauthenticated
-from decideonce_server.ledger_tokens import Token, TokenStore
+from decideonce_server.identity import Caller, Role
+from decideonce_server.jwt_tokens import JwtVerifier
+from decideonce_server.ledger_tokens import PREFIX, Token, TokenStore
 from decideonce_server.wire import Context, Handler, Proceed, UnaryInterceptor
 
 # A revoked token is refused everywhere after this long.
 TOKEN_CACHE_S = 1.0
 TOKEN_CACHE_SIZE = 10_000
-
-
-# No "/": it joins tenant and operation key where events need both as one text.
-_TENANT = re.compile("[A-Za-z0-9._:-]{1,64}", re.ASCII)
-
-
-def is_tenant(text: str) -> bool:
-    """Tell whether a text can name a tenant."""
-    return _TENANT.fullmatch(text) is not None
-
-
-class Role(StrEnum):
-    """What a caller may do."""
-
-    DECIDE = "decide"
-    READ = "read"
-    ADMIN = "admin"
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """An authenticated caller. `operations` are globs of the operations that it may use."""
-
-    name: str
-    tenant: str
-    roles: frozenset[str]
-    operations: tuple[str, ...]
-
-    def may_use(self, operation: str) -> bool:
-        """Tell whether the caller may use an operation."""
-        return any(fnmatchcase(operation, glob) for glob in self.operations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +63,29 @@ def current_caller() -> Caller:
 
 
 class Authenticator:
-    """Finds the caller of a bearer token (RFC 6750)."""
+    """Finds the caller of a bearer token (RFC 6750): a stored one, or a JWT; or else of a client certificate."""
 
-    def __init__(self, tokens: TokenStore) -> None:
+    def __init__(self, tokens: TokenStore, callers: Callers) -> None:
         self._tokens = tokens
+        self._certificates = callers.certificates
+        self._jwt = JwtVerifier(callers.issuers)
         self._known: TTLCache[bytes, Caller] = TTLCache(TOKEN_CACHE_SIZE, TOKEN_CACHE_S)
 
-    async def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Find who calls.
+    async def authenticate(
+        self,
+        metadata: Iterable[tuple[str, str | bytes]],
+        peer: Mapping[str, Iterable[bytes]],
+    ) -> Caller:
+        """Find who calls. `peer` is gRPC's authentication context: what was verified of a client certificate.
 
         Raises:
-            Unauthenticated: there is no token, more than one, or none that is valid.
+            Unauthenticated: there is no token and no certificate that is known, or more than one token, or none that
+                is valid.
             LedgerUnavailable: the token has to be looked up, and Postgres can't be reached.
         """
         values = [value for name, value in metadata if name == "authorization"]
+        if not values:
+            return self._of_certificate(peer)
         if len(values) != 1 or not isinstance(values[0], str) or not values[0].lower().startswith("bearer "):
             raise Unauthenticated
         text = values[0][len("bearer ") :].strip()
@@ -115,11 +93,23 @@ class Authenticator:
         digest = hashlib.sha256(text.encode()).digest()
         caller: Caller | None = self._known.get(digest)
         if caller is None:
-            token = await self._tokens.authenticate(text)
-            if token is None:
-                raise Unauthenticated
-            caller = self._known[digest] = _caller_of(token)
+            caller = self._known[digest] = await self._of_token(text)
         return caller
+
+    async def _of_token(self, text: str) -> Caller:
+        if not text.startswith(PREFIX):
+            return await self._jwt.caller(text)
+        token = await self._tokens.authenticate(text)
+        if token is None:
+            raise Unauthenticated
+        return _caller_of(token)
+
+    def _of_certificate(self, peer: Mapping[str, Iterable[bytes]]) -> Caller:
+        names = [name.decode(errors="replace") for name in peer.get("x509_subject_alternative_name", ())]
+        callers = {self._certificates[name] for name in names if name in self._certificates}
+        if len(callers) != 1:
+            raise Unauthenticated
+        return callers.pop()
 
 
 def _caller_of(token: Token) -> Caller:
@@ -146,7 +136,7 @@ class AuthInterceptor(UnaryInterceptor):
             raise PermissionDenied
         if permission is PUBLIC:
             return await proceed(request, context)
-        caller = await self._authenticator.authenticate(context.invocation_metadata() or ())
+        caller = await self._authenticator.authenticate(context.invocation_metadata() or (), context.auth_context())
         if not caller.roles & permission.roles:
             raise PermissionDenied
         if permission.on_operation and not caller.may_use(request.operation):

@@ -10,10 +10,10 @@ import click
 from rich.text import Text
 
 from decideonce_server import app, cli_calls, cli_outbox, console, doctor, logs
-from decideonce_server.auth import Role, is_tenant
 from decideonce_server.cli_database import checked_url, data_dir_setting, database_url_setting, run, with_database
 from decideonce_server.cloudevent import PayloadFormat
 from decideonce_server.database import database_url as read_url
+from decideonce_server.identity import Role, is_tenant
 from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.migrate import migrate
 from decideonce_server.options import DURATION, json_option, setting
@@ -28,6 +28,16 @@ def _together(*settings: Callable[..., Any]) -> Callable[..., Any]:
 listen_settings = _together(
     setting("--tls-certificate", "PEM certificate chain to serve with.", type=click.Path(path_type=Path, exists=True)),
     setting("--tls-key", "PEM key of the certificate.", type=click.Path(path_type=Path, exists=True)),
+    setting(
+        "--tls-client-ca",
+        "PEM certificates of the authority whose certificates callers must show.",
+        type=click.Path(path_type=Path, exists=True),
+    ),
+    setting(
+        "--callers",
+        "YAML file that maps client certificates and JWTs to tenants.",
+        type=click.Path(path_type=Path, exists=True),
+    ),
     setting("--allow-plaintext", "Serve without TLS on an address that isn't loopback.", is_flag=True),
 )
 process_settings = _together(

@@ -8,6 +8,7 @@ import click
 import uvloop
 
 from decideonce_server import app, console
+from decideonce_server.callers import InvalidCallers
 from decideonce_server.database import Database
 from decideonce_server.database import database_url as read_url
 from decideonce_server.errors import DecideonceError, InvalidField
@@ -48,7 +49,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return uvloop.run(work)
     except InvalidSetting as error:
         raise click.UsageError(str(error)) from None
-    except InvalidField as error:
+    except (InvalidField, InvalidCallers) as error:
         console.fail(str(error), error.violations)
     except (DecideonceError, UnknownSchema, DatabaseUnreachable, StartFailed, OSError) as error:
         console.fail(str(error))

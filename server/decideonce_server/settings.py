@@ -29,6 +29,8 @@ class Settings:
     metrics: str | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    callers: Path | None = None
     allow_plaintext: bool = False
     pool_size: int = 10
     evaluators: int = 16
@@ -58,6 +60,8 @@ class Settings:
             address(self.metrics, "--metrics")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidSetting("--tls-certificate and --tls-key go together")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise InvalidSetting("--tls-client-ca needs --tls-certificate and --tls-key")
         if self.tls_certificate is None and not self.allow_plaintext and not is_loopback(host):
             raise InvalidSetting(
                 f"--listen {self.listen} is not a loopback address: it needs --tls-certificate and --tls-key, "
