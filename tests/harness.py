@@ -82,9 +82,21 @@ def write_catalog(
     return directory
 
 
+# What no log may hold, and everything that tests use.
+_secrets: set[str] = set()
+
+
 def new_key() -> str:
     """Make an operation key."""
-    return str(uuid.uuid4())
+    key = str(uuid.uuid4())
+    _secrets.add(key)
+    return key
+
+
+def spoken(log: Path) -> list[str]:
+    """Give the keys and tokens of the tests that stand in a log, what policies print apart."""
+    text = "\n".join(line for line in log.read_text(errors="replace").splitlines() if not line.startswith("evaluated "))
+    return [secret for secret in _secrets if secret in text]
 
 
 def struct(facts: Mapping[str, Any]) -> struct_pb2.Struct:
@@ -236,6 +248,7 @@ class ServiceProcess:
         self.process.wait(READY_WITHIN_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
+        assert [] == spoken(self.log)
 
 
 def url_text(url: URL) -> str:
@@ -249,6 +262,8 @@ async def make_token(
     """Store a token."""
     database = Database(url, pool_size=1)
     try:
-        return await TokenStore(database).create(tenant, roles, operations)
+        token = await TokenStore(database).create(tenant, roles, operations)
+        _secrets.add(token)
+        return token
     finally:
         await database.close()

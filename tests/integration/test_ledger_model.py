@@ -30,8 +30,12 @@ from ledger_model import (
     explanations,
 )
 
-# Two operations share each key text, and hence a bucket; enough of them that some are new at any time.
-KEYS = tuple(Key("acme", operation, text * 16) for operation in ("a", "b") for text in "kmx")
+# Tenants and operations share each key text, and hence a bucket; enough of them that some are new at any time.
+KEYS = tuple(
+    Key(tenant, operation, text * 16)
+    for tenant, operation in (("acme", "a"), ("acme", "b"), ("zenith", "a"))
+    for text in "km"
+)
 
 # Time passes in whole hours and everything ends at half past, so that no moment is near to another.
 LEASES = st.sampled_from((0.0, 0.5, 2.5))
@@ -313,6 +317,41 @@ DEFECTS = {
     "the reaper takes bodies that are replayable": ("TOMBSTONE", "<= statement_timestamp()", "IS NOT NULL"),
     "work that is held is due": ("DUE", "coalesce(d.lease_expires_at, d.retry_at) <= statement_timestamp()", "true"),
 }
+
+
+# In each statement that finds rows by key, the tenant's part of the key.
+TENANTS = {
+    "READ": ("USING (bucket, tenant, operation, operation_key)", "USING (bucket, operation, operation_key)"),
+    "FORGET": (" AND l.tenant = k.tenant", ""),
+    "TAKE_OVER": (" AND l.tenant = t.tenant", ""),
+    "COMPLETE": (" AND l.tenant = c.tenant", ""),
+    "RENEW": (" AND l.tenant = t.tenant", ""),
+    "TOMBSTONE": (" AND l.tenant = k.tenant", ""),
+    "PURGE": (" AND l.tenant = k.tenant", ""),
+}
+DEFECTS |= {f"{name} compares no tenant": (name, *change) for name, change in TENANTS.items()}
+DEFECTS |= {
+    "an event holds back another tenant's": (
+        "TOMBSTONE",
+        "(e.tenant, e.operation, e.operation_key) NOT IN (\n                SELECT o.tenant,",
+        "(e.operation, e.operation_key) NOT IN (\n                SELECT",
+    ),
+    "a tenant's decision tells another's event": (
+        "COMPLETE",
+        "JOIN done USING (bucket, tenant, operation, operation_key)",
+        "JOIN done USING (bucket, operation, operation_key)",
+    ),
+}
+
+
+def test_every_statement_on_keys_is_tried_without_its_tenant() -> None:
+    """A new statement that finds rows by key is added to the defects above."""
+    named = {
+        name
+        for name, statement in vars(ledger_module).items()
+        if isinstance(statement, Statement) and "operation_key = " in statement.sql
+    }
+    assert named | {"READ"} == set(TENANTS)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
