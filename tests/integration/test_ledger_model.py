@@ -319,41 +319,6 @@ DEFECTS = {
 }
 
 
-# In each statement that finds rows by key, the tenant's part of the key.
-TENANTS = {
-    "READ": ("USING (bucket, tenant, operation, operation_key)", "USING (bucket, operation, operation_key)"),
-    "FORGET": (" AND l.tenant = k.tenant", ""),
-    "TAKE_OVER": (" AND l.tenant = t.tenant", ""),
-    "COMPLETE": (" AND l.tenant = c.tenant", ""),
-    "RENEW": (" AND l.tenant = t.tenant", ""),
-    "TOMBSTONE": (" AND l.tenant = k.tenant", ""),
-    "PURGE": (" AND l.tenant = k.tenant", ""),
-}
-DEFECTS |= {f"{name} compares no tenant": (name, *change) for name, change in TENANTS.items()}
-DEFECTS |= {
-    "an event holds back another tenant's": (
-        "TOMBSTONE",
-        "(e.tenant, e.operation, e.operation_key) NOT IN (\n                SELECT o.tenant,",
-        "(e.operation, e.operation_key) NOT IN (\n                SELECT",
-    ),
-    "a tenant's decision tells another's event": (
-        "COMPLETE",
-        "JOIN done USING (bucket, tenant, operation, operation_key)",
-        "JOIN done USING (bucket, operation, operation_key)",
-    ),
-}
-
-
-def test_every_statement_on_keys_is_tried_without_its_tenant() -> None:
-    """A new statement that finds rows by key is added to the defects above."""
-    named = {
-        name
-        for name, statement in vars(ledger_module).items()
-        if isinstance(statement, Statement) and "operation_key = " in statement.sql
-    }
-    assert named | {"READ"} == set(TENANTS)
-
-
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_model_finds_a_planted_defect(database_url: URL, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
     """A statement that leaves out one condition is found out."""
