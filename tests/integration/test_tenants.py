@@ -180,11 +180,7 @@ SCENARIOS = {
 }
 
 # The forms in which a statement keeps to a tenant; of `reserve` the primary key does.
-CONDITION = re.compile(
-    r" AND [a-z]+\.tenant = [a-z]+\.tenant"
-    r"|(?<=USING \(bucket, )tenant, "
-    r"|(?<=ON CONFLICT \(bucket, )tenant, "
-)
+CONDITION = re.compile(r" AND [a-z]+\.tenant = [a-z]+\.tenant|(?<=USING \(bucket, )tenant, ")
 # A comparison of rows has the tenant on both sides.
 IN_ROWS = re.compile(r"[a-z]\.tenant, (?=[a-z]\.operation, [a-z]\.operation_key(?:\) NOT IN| FROM outbox))")
 
