@@ -121,14 +121,15 @@ def housekeep(*, log_level: str, **settings: Any) -> None:
 
 
 @cli.command(name="migrate")
-@setting("--database-url", "Postgres to migrate.", required=True, callback=checked_url)
+@setting("--database-url", "Postgres to migrate, as its schema's owner.", required=True, callback=checked_url)
+@setting("--service-role", "Role that services connect as: it gets what they need, and nothing more.")
 @json_option
-def migrate_command(database_url: str, *, as_json: bool) -> None:
+def migrate_command(database_url: str, service_role: str | None, *, as_json: bool) -> None:
     """Bring a database's schema up to date.
 
     Safe to run many times over, and from many places at once.
     """
-    schema = run(migrate(read_url(database_url)))
+    schema = run(migrate(read_url(database_url), service_role))
     if as_json:
         console.print_json({"schema": schema})
     else:

@@ -12,7 +12,7 @@ from decideonce_server.callers import InvalidCallers
 from decideonce_server.database import Database
 from decideonce_server.database import database_url as read_url
 from decideonce_server.errors import DecideonceError, InvalidField
-from decideonce_server.migrate import DatabaseUnreachable, UnknownSchema
+from decideonce_server.migrate import DatabaseUnreachable, UnknownRole, UnknownSchema
 from decideonce_server.options import setting
 from decideonce_server.settings import InvalidSetting
 from decideonce_server.supervisor import StartFailed
@@ -51,7 +51,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         raise click.UsageError(str(error)) from None
     except (InvalidField, InvalidCallers) as error:
         console.fail(str(error), error.violations)
-    except (DecideonceError, UnknownSchema, DatabaseUnreachable, StartFailed, OSError) as error:
+    except (DecideonceError, UnknownRole, UnknownSchema, DatabaseUnreachable, StartFailed, OSError) as error:
         console.fail(str(error))
     except RuntimeError as error:
         # gRPC's way of saying that it can't listen.

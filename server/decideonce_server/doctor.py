@@ -14,7 +14,7 @@ from decideonce_server.database import Database, DatabaseUrl, LockTimeout
 from decideonce_server.errors import DecideonceError
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.ledger_doctor import LedgerDoctor, Symptom
-from decideonce_server.migrate import DatabaseUnreachable, UnknownSchema, check_schema, schema_head
+from decideonce_server.migrate import DatabaseUnreachable, UnknownSchema, check_schema, is_owner, schema_head
 from decideonce_server.policy import PolicyError, PolicyVersion, content_digest
 from decideonce_server.recording import RECORDED_EVENT_TYPE
 from decideonce_server.settings import DEV_TOKEN_FILE
@@ -59,6 +59,7 @@ async def examine(url: DatabaseUrl | None, data_dir: Path) -> list[Finding]:
     if url is None:
         checks.append(("embedded postgres", lambda: _embedded(data_dir)))
     else:
+        checks.append(("database role", lambda: _role(url)))
         checks.append(("database schema", lambda: _schema(url)))
     findings = [await _finding(check, look) for check, look in checks]
     if url is not None and findings[-1].ok:
@@ -120,6 +121,12 @@ async def _embedded(data_dir: Path) -> str:
         raise FileNotFoundError(f"{binary} is missing")
     used = "has data" if await asyncio.to_thread((data_dir / DEV_TOKEN_FILE).exists) else "is not made yet"
     return f"{binary.name} is here; {data_dir} {used}"
+
+
+async def _role(url: DatabaseUrl) -> str:
+    if await is_owner(url):
+        return "it owns the schema, and could alter it; `decideonce migrate --service-role` is for one that can't"
+    return "it can't alter the schema"
 
 
 async def _schema(url: DatabaseUrl) -> str:

@@ -19,6 +19,26 @@ from decideonce_server.database import CONNECT_ERRORS, CONNECT_TIMEOUT_S, connec
 ADVISORY_LOCK = 0x6465_6369_6465
 
 
+# What the role that a service connects as may do: neither alter the schema nor change what is immutable. Tokens stand
+# in their table as hashes.
+PRIVILEGES = {
+    "alembic_version": "SELECT",
+    "ledger": "SELECT, INSERT, UPDATE, DELETE",
+    "outbox": "SELECT, INSERT, DELETE",
+    "outbox_parked": "SELECT, INSERT, DELETE",
+    "bucket_lease": "SELECT, UPDATE",
+    "bucket_holder": "SELECT, INSERT, UPDATE, DELETE",
+    "policy_version": "SELECT, INSERT",
+    "operation_version": "SELECT, INSERT",
+    "catalog": "SELECT, INSERT",
+    "token": "SELECT",
+}
+
+
+class UnknownRole(Exception):
+    """The database has no such role; the text says what to do."""
+
+
 class UnknownSchema(Exception):
     """The database's schema is not the one that this program needs; the text says what to do."""
 
@@ -54,28 +74,56 @@ def schema_head() -> str:
     return str(ScriptDirectory.from_config(_config()).get_current_head())
 
 
-def _upgrade(connection: Connection) -> None:
+def _upgrade(connection: Connection, service_role: str | None) -> None:
     connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": ADVISORY_LOCK})
     connection.commit()
     try:
         _refuse_unknown(MigrationContext.configure(connection).get_current_revision())
         connection.commit()
         command.upgrade(_config(connection), "head")
+        if service_role is not None:
+            _grant(connection, service_role)
         connection.commit()
     finally:
         connection.rollback()
         connection.execute(text("SELECT pg_advisory_unlock(:lock)"), {"lock": ADVISORY_LOCK})
 
 
-async def migrate(url: URL) -> str:
-    """Bring the schema to the newest version, one process at a time, and name that version.
+def _grant(connection: Connection, role: str) -> None:
+    if connection.scalar(text("SELECT count(*) FROM pg_roles WHERE rolname = :role"), {"role": role}) == 0:
+        raise UnknownRole(f'there is no role {role}: make it with CREATE ROLE "{role}" LOGIN, and come again')
+    quoted = connection.dialect.identifier_preparer.quote(role)
+    for table, privileges in PRIVILEGES.items():
+        connection.execute(text(f"REVOKE ALL ON {table} FROM {quoted}"))
+        connection.execute(text(f"GRANT {privileges} ON {table} TO {quoted}"))
+
+
+async def is_owner(url: URL) -> bool:
+    """Tell whether the role that a URL connects as could alter the schema.
 
     Raises:
+        DatabaseUnreachable: no connection could be made.
+    """
+    async with _connection(url) as connection:
+        return bool(
+            await connection.scalar(
+                text("SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = to_regclass('ledger')")
+            )
+        )
+
+
+async def migrate(url: URL, service_role: str | None = None) -> str:
+    """Bring the schema to the newest version, one process at a time, and name that version.
+
+    The service role, if one is named, gets the privileges that a service needs, and no others.
+
+    Raises:
+        UnknownRole: there is no role of this name.
         UnknownSchema: the schema was made by a newer program.
         DatabaseUnreachable: no connection could be made.
     """
     async with _connection(url) as connection:
-        await connection.run_sync(_upgrade)
+        await connection.run_sync(_upgrade, service_role)
     return schema_head()
 
 
