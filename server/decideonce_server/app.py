@@ -43,11 +43,12 @@ from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Ledger
 from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.ledger_tokens import TokenStore
-from decideonce_server.limits import Limits
+from decideonce_server.limits import Limit, Limits
 from decideonce_server.migrate import check_schema, migrate
 from decideonce_server.ports import reserved_port
 from decideonce_server.publisher import Publisher
 from decideonce_server.reaper import Reaper
+from decideonce_server.requests import REQUEST_BYTES_MAX
 from decideonce_server.reserve import Reserve
 from decideonce_server.scrape import serve_metrics
 from decideonce_server.servicer import DecisionServicer
@@ -66,6 +67,14 @@ DEV_TENANT = "dev"
 STOP_SURPLUS = timedelta(seconds=10)
 # When the last attempt has ended: for answers to leave, and for whoever watches health to hear of the stop.
 ANSWERS_LEAVE_S = 1.0
+
+SERVER_OPTIONS = [
+    # Workers share the port.
+    ("grpc.so_reuseport", 1),
+    ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
+    # A token, a trace and what proxies add; gRPC's own default, said here as it is part of the contract.
+    ("grpc.max_metadata_size", 8 * 1024),
+]
 
 log = structlog.get_logger()
 
@@ -102,11 +111,14 @@ def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
     catalog = CatalogReader(store)
     ledger = Ledger(database)
     attempts = Attempts()
-    waiters = Waiters(ledger)
-    limits = Limits(
-        attempts_max=settings.attempts_max,
+    waiters = Waiters(ledger, settings.waiters_per_tenant)
+    limit = Limit(
+        attempts=settings.attempts_max,
+        attempts_per_tenant=settings.attempts_per_tenant,
+        new_keys_per_second=settings.new_keys_per_second,
         mismatches_per_minute=settings.mismatches_per_minute,
     )
+    limits = Limits(limit, ledger)
     reserve = Reserve(ledger, catalog, limits)
     leases = LeaseKeeper(Database(url, pool_size=1))
     decide = Decide(ledger, catalog, evaluators, leases, limits)
@@ -217,6 +229,9 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
         "DECIDEONCE_POOL_SIZE": settings.pool_size,
         "DECIDEONCE_EVALUATORS": settings.evaluators,
         "DECIDEONCE_ATTEMPTS_MAX": settings.attempts_max,
+        "DECIDEONCE_ATTEMPTS_PER_TENANT": settings.attempts_per_tenant,
+        "DECIDEONCE_WAITERS_PER_TENANT": settings.waiters_per_tenant,
+        "DECIDEONCE_NEW_KEYS_PER_SECOND": settings.new_keys_per_second,
         "DECIDEONCE_MISMATCHES_PER_MINUTE": settings.mismatches_per_minute,
         "DECIDEONCE_EVENTS": settings.events_url or NO_EVENTS,
         "DECIDEONCE_EVENTS_FORMAT": settings.events_format,
@@ -384,7 +399,7 @@ def _tls_files(settings: Settings) -> TlsFiles | None:
 
 
 async def _start_server(parts: Parts, settings: Settings) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-    server = grpc.aio.server(interceptors=interceptors(parts), options=[("grpc.so_reuseport", 1)])
+    server = grpc.aio.server(interceptors=interceptors(parts), options=SERVER_OPTIONS)
     add_DecisionServiceServicer_to_server(
         DecisionServicer(parts.decide, parts.ledger, parts.catalog, parts.waiters), server
     )

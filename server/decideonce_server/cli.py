@@ -45,9 +45,22 @@ process_settings = _together(
     setting("--pool-size", "Connections to Postgres, of each process.", type=click.IntRange(1, 1000), default=10),
     setting("--evaluators", "Evaluators of policies, of each process.", type=click.IntRange(2, 1000), default=16),
     setting("--attempts-max", "Attempts of a process at once; more are shed.", type=click.IntRange(1), default=1000),
+    setting("--attempts-per-tenant", "Of these, those of one tenant.", type=click.IntRange(1), default=500),
+    setting(
+        "--waiters-per-tenant",
+        "Calls of one tenant that wait for others' decisions, at each process; more are told to come back.",
+        type=click.IntRange(1),
+        default=1000,
+    ),
+    setting(
+        "--new-keys-per-second",
+        "New keys of one tenant and second, at each process; more are shed.",
+        type=click.IntRange(1),
+        default=1000,
+    ),
     setting(
         "--mismatches-per-minute",
-        "Keys that a tenant may reuse for something else, at each process.",
+        "Keys that a tenant may reuse for something else, at all processes together.",
         type=click.IntRange(1),
         default=600,
     ),

@@ -26,7 +26,14 @@ from decideonce_server.policy import (
     PolicyVersion,
     RetryLater,
 )
-from decideonce_server.recording import ATTEMPTS_EXHAUSTED, Failure, completion, reason_name
+from decideonce_server.recording import (
+    ATTEMPTS_EXHAUSTED,
+    RESULT_BYTES_MAX,
+    RESULT_TOO_LARGE,
+    Failure,
+    completion,
+    reason_name,
+)
 from decideonce_server.values import Json
 
 FAILURES: dict[type[PolicyError], Failure] = {
@@ -81,10 +88,15 @@ class Decide:
         operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
         policy = await self._catalog.policy_version(record.policy_id, record.policy_version)
         contract = operation.contract
-        with self._limits.attempt(), self._leases.renewing(record, contract.lease, contract.time_budget):
+        with (
+            self._limits.attempt(record.key.tenant),
+            self._leases.renewing(record, contract.lease, contract.time_budget),
+        ):
             try:
-                end = await self._evaluate(attempt, contract, policy)
-                completed = await self._complete(completion(attempt, contract, policy, end), contract.lease)
+                end = completion(attempt, contract, policy, await self._evaluate(attempt, contract, policy))
+                if end.size > RESULT_BYTES_MAX:
+                    end = completion(attempt, contract, policy, RESULT_TOO_LARGE)
+                completed = await self._complete(end, contract.lease)
             except LedgerUnavailable:
                 raise
             except Exception:

@@ -145,6 +145,11 @@ class Completion:
     events: Sequence[outbox.Event] = field(default_factory=tuple)
     abandoned: bool = False
 
+    @property
+    def size(self) -> int:
+        """The bytes of its largest part: the response, or an event."""
+        return max(len(self.response), *(len(event.payload) for event in self.events), 0)
+
 
 _KEYS = """unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
     CAST(:operation_keys AS text[])) AS k (bucket, tenant, operation, operation_key)"""
@@ -248,6 +253,18 @@ RENEW = Statement(
         AND l.operation_key = t.operation_key AND l.decision_id = t.decision_id AND l.attempt = t.attempt
         AND l.state = 1
     RETURNING l.tenant, l.operation, l.operation_key""",
+)
+
+MISMATCH = Statement(
+    # All processes count together, by the minute of Postgres's clock. Counts of minutes that are over are forgotten.
+    "mismatch",
+    """WITH gone AS (
+        DELETE FROM mismatch m WHERE m.tenant = :tenant AND m.minute < date_trunc('minute', statement_timestamp())
+    )
+    INSERT INTO mismatch AS m (tenant, minute, count)
+    VALUES (:tenant, date_trunc('minute', statement_timestamp()), 1)
+    ON CONFLICT (tenant, minute) DO UPDATE SET count = m.count + 1
+    RETURNING m.count AS mismatches, 60 - extract(second FROM statement_timestamp()) AS seconds_left""",
 )
 
 DUE = Statement(
@@ -412,6 +429,11 @@ class Ledger:
     async def due(self, limit: int, *, abandoned: bool) -> list[Record]:
         """Read work that no attempt holds: background work, and with `abandoned` inline work past its lease too."""
         return [_record(row) for row in await self._database.run(DUE, limit=limit, abandoned=abandoned)]
+
+    async def count_mismatch(self, tenant: str) -> tuple[int, float]:
+        """Count a mismatch of a tenant; give how many this minute has had, and how many seconds are left of it."""
+        (row,) = await self._database.run(MISMATCH, tenant=tenant)
+        return row.mismatches, float(row.seconds_left)
 
     async def reapable(self) -> list[int]:
         """List the buckets in which something is past its retention."""

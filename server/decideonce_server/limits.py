@@ -1,48 +1,85 @@
-"""What one process takes on: beyond it callers are told to come back, and what is recorded is still answered."""
+"""What one process takes on, and how much of it one tenant gets: beyond it callers are told to come back.
+
+What is recorded is still answered: limits are asked about new work alone.
+"""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
-from limits import RateLimitItemPerMinute
+from limits import RateLimitItemPerSecond
 from limits.storage import MemoryStorage
-from limits.strategies import FixedWindowRateLimiter
+from limits.strategies import MovingWindowRateLimiter
 
 from decideonce_server.errors import MismatchRateLimited, Overloaded
+from decideonce_server.ledger import Ledger
 
 # A full process tells callers to come back when a part of its work is done: attempts take milliseconds to a second.
 OVERLOAD_RETRY_AFTER = timedelta(seconds=1)
 
 
-class Limits:
-    """The limits of one process, and how near it is to them."""
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The limits: attempts and new keys are counted by each process, mismatches by all of them together."""
 
-    def __init__(self, *, attempts_max: int, mismatches_per_minute: int) -> None:
-        self._attempts_max = attempts_max
-        self._attempts = 0
-        self._mismatches = RateLimitItemPerMinute(mismatches_per_minute)
-        self._limiter = FixedWindowRateLimiter(MemoryStorage())
+    attempts: int = 1000
+    attempts_per_tenant: int = 500
+    new_keys_per_second: int = 1000
+    mismatches_per_minute: int = 600
+
+
+class Limits:
+    """The limits of one process, and how near it and its tenants are to them."""
+
+    def __init__(self, limit: Limit, ledger: Ledger) -> None:
+        self._limit = limit
+        self._ledger = ledger
+        self._attempts: Counter[str] = Counter()
+        self._new_keys = RateLimitItemPerSecond(limit.new_keys_per_second)
+        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+        # Until when a tenant has had its mismatches, by this process's monotonic clock.
+        self._limited_until: dict[str, float] = {}
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
+    def attempt(self, tenant: str) -> Iterator[None]:
         """Count an attempt as long as the block runs."""
-        self._attempts += 1
+        self._attempts[tenant] += 1
         try:
             yield
         finally:
-            self._attempts -= 1
+            self._attempts[tenant] -= 1
+            if not self._attempts[tenant]:
+                del self._attempts[tenant]
 
-    def new_work(self) -> Overloaded | None:
-        """Give the refusal of new work; None where there is room."""
-        return Overloaded(OVERLOAD_RETRY_AFTER) if self._attempts >= self._attempts_max else None
+    def new_work(self, tenant: str) -> Overloaded | None:
+        """Give the refusal of new work; None where there is room for it."""
+        is_full = self._attempts.total() >= self._limit.attempts
+        is_full = is_full or self._attempts[tenant] >= self._limit.attempts_per_tenant
+        return Overloaded(OVERLOAD_RETRY_AFTER) if is_full else None
 
-    def mismatch(self, tenant: str) -> None:
+    def new_key(self, tenant: str) -> Overloaded | None:
+        """Give the refusal of a new key; None where the tenant may have one."""
+        refused = not self._limiter.test(self._new_keys, tenant)
+        return Overloaded(OVERLOAD_RETRY_AFTER) if refused else self.new_work(tenant)
+
+    def count_new_key(self, tenant: str) -> None:
+        """Count a key that was reserved."""
+        self._limiter.hit(self._new_keys, tenant)
+
+    async def mismatch(self, tenant: str) -> None:
         """Count a request that reuses a key for something else: somebody who tries many is looking for something.
 
         Raises:
-            MismatchRateLimited: the tenant has had too many within a minute.
+            MismatchRateLimited: the tenant has had too many within this minute of Postgres's clock.
+            LedgerUnavailable: they can't be counted.
         """
-        if not self._limiter.hit(self._mismatches, tenant):
-            reset_time = self._limiter.get_window_stats(self._mismatches, tenant).reset_time
-            raise MismatchRateLimited(timedelta(seconds=max(1.0, reset_time - time.time())))
+        left = self._limited_until.get(tenant, 0.0) - time.monotonic()
+        if left <= 0:
+            count, left = await self._ledger.count_mismatch(tenant)
+            if count <= self._limit.mismatches_per_minute:
+                return
+            self._limited_until[tenant] = time.monotonic() + left
+        raise MismatchRateLimited(timedelta(seconds=max(1.0, left)))

@@ -26,6 +26,7 @@ PRIVILEGES = {
     "ledger": "SELECT, INSERT, UPDATE, DELETE",
     "outbox": "SELECT, INSERT, DELETE",
     "outbox_parked": "SELECT, INSERT, DELETE",
+    "mismatch": "SELECT, INSERT, UPDATE, DELETE",
     "bucket_lease": "SELECT, UPDATE",
     "bucket_holder": "SELECT, INSERT, UPDATE, DELETE",
     "policy_version": "SELECT, INSERT",

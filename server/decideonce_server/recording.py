@@ -24,6 +24,7 @@ FAILURE_MESSAGES = {
     reasons.ERROR_REASON_POLICY_RETRY_LATER: "The policy can't decide yet.",
     reasons.ERROR_REASON_POLICY_FAILED: "The policy could not decide on these facts.",
     reasons.ERROR_REASON_INVALID_RESULT: "The policy gave no valid result.",
+    reasons.ERROR_REASON_RESULT_TOO_LARGE: "The policy's result is larger than a decision may be.",
     reasons.ERROR_REASON_ATTEMPTS_EXHAUSTED: "Every attempt that the operation allows was used up.",
     reasons.ERROR_REASON_INTERNAL: "The service had a defect.",
 }
@@ -43,6 +44,10 @@ class Failure:
     retry_after: timedelta | None = None
 
 
+# A client takes 4 MB at most unless it is told otherwise, and brokers take events of 1 MB; JSON makes them longer.
+RESULT_BYTES_MAX = 512 * 1024
+
+RESULT_TOO_LARGE = Failure(reasons.ERROR_REASON_RESULT_TOO_LARGE)
 ATTEMPTS_EXHAUSTED = Failure(reasons.ERROR_REASON_ATTEMPTS_EXHAUSTED)
 
 

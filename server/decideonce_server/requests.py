@@ -17,6 +17,8 @@ from decideonce_server.reserve import DecisionRequest
 # What google.protobuf.Duration allows: about 10,000 years.
 DURATION_SECONDS_MAX = 315_576_000_000
 NANOSECONDS = 1_000_000_000
+# Facts that a policy decides on are small; documents belong elsewhere, under a reference.
+REQUEST_BYTES_MAX = 1024 * 1024
 TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 

@@ -60,9 +60,12 @@ class Reserve:
             MismatchRateLimited: another request is recorded under this key, and the tenant has had too many of those.
             LedgerUnavailable, LockTimeout: see Ledger.
         """
-        reservation = self._limits.new_work() or await self._judge(request)
+        tenant = request.key.tenant
+        reservation = self._limits.new_key(tenant) or await self._judge(request)
         while True:
             found = await self._reserve_or_read(request.key, reservation)
+            if isinstance(reservation, Reservation) and _record_of(found).decision_id == reservation.decision_id:
+                self._limits.count_new_key(tenant)
             if isinstance(found, Attempt):
                 return found
             await self._refuse_another(found, request)
@@ -70,7 +73,7 @@ class Reserve:
                 raise OperationKeyExpired(str(found.decision_id), found.replayable_until, found.key_retained_until)
             if found.background or not (found.is_abandoned or found.state is State.FAILED_RETRYABLE):
                 return found
-            if overloaded := self._limits.new_work():
+            if overloaded := self._limits.new_work(tenant):
                 raise overloaded
             next_attempt = await self.take_over(found)
             if next_attempt is not None:
@@ -115,7 +118,7 @@ class Reserve:
             # The recorded request satisfied this schema, so this one is another.
             digest = None
         if digest != record.fingerprint:
-            self._limits.mismatch(record.key.tenant)
+            await self._limits.mismatch(record.key.tenant)
             raise OperationKeyReused
 
     async def take_over(self, record: Record) -> Attempt | Record | None:
@@ -126,6 +129,10 @@ class Reserve:
             end = completion(Attempt(record, b""), operation.contract, policy, ATTEMPTS_EXHAUSTED)
             return (await self._ledger.complete([replace(end, abandoned=True)]))[0]
         return (await self._ledger.take_over([record], [operation.contract.lease]))[0]
+
+
+def _record_of(found: Attempt | Record) -> Record:
+    return found.record if isinstance(found, Attempt) else found
 
 
 def _reservation(

@@ -17,7 +17,9 @@ from decideonce_server.errors import DecisionNotFound, OperationNotFound
 from decideonce_server.fingerprint import FINGERPRINT_VERSION
 from decideonce_server.ledger import Ledger
 from decideonce_server.policy import PolicyVersion
-from decideonce_server.requests import decision_key, name_of, wait_of
+from decideonce_server.recording import RESULT_BYTES_MAX
+from decideonce_server.requests import REQUEST_BYTES_MAX, decision_key, name_of, wait_of
+from decideonce_server.values import DEPTH_MAX
 from decideonce_server.waiting import ANSWER_TIME, Waiters, is_settled
 from decideonce_server.wire import Context
 
@@ -74,6 +76,9 @@ def operation_response(operation: OperationVersion, policy: PolicyVersion | None
         max_attempts=contract.max_attempts,
         fingerprint_version=f"fp{FINGERPRINT_VERSION}",
         facts_schema=contract.facts_schema,
+        request_bytes_max=REQUEST_BYTES_MAX,
+        facts_depth_max=DEPTH_MAX,
+        result_bytes_max=RESULT_BYTES_MAX,
     )
     response.default_wait.FromTimedelta(contract.default_wait)
     response.max_wait.FromTimedelta(contract.max_wait)

@@ -35,6 +35,9 @@ class Settings:
     pool_size: int = 10
     evaluators: int = 16
     attempts_max: int = 1000
+    attempts_per_tenant: int = 500
+    new_keys_per_second: int = 1000
+    waiters_per_tenant: int = 1000
     mismatches_per_minute: int = 600
     workers: int = 1
     housekeeping: bool = True

@@ -119,6 +119,15 @@ outbox_parked = Table(
     CheckConstraint(BUCKET_RULE, name="bucket"),
 )
 
+# How often a tenant reused a key for another request, in the current minute.
+mismatch = Table(
+    "mismatch",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("minute", DateTime(timezone=True), primary_key=True),
+    Column("count", Integer, nullable=False),
+)
+
 # Which publisher works at each of the 256 buckets, and until when.
 bucket_lease = Table(
     "bucket_lease",

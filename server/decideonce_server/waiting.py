@@ -1,7 +1,7 @@
 """Waiting for decisions that others make. Waiters hold no connection: one statement reads for all of a process."""
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,19 +27,25 @@ def is_settled(record: Record) -> bool:
 
 
 class Waiters:
-    """The calls of this process that wait for a record to change."""
+    """The calls of this process that wait for a record to change, so many of each tenant at most."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, per_tenant_max: int = 1000) -> None:
         self._ledger = ledger
+        self._per_tenant_max = per_tenant_max
+        self._waiting: Counter[str] = Counter()
         self._waiters: defaultdict[Key, set[_Waiter]] = defaultdict(set)
         self._poll: asyncio.Task[None] | None = None
         self._given_up = False
 
     async def wait(self, key: Key, limit: timedelta, is_over: Callable[[Record], bool]) -> Record | None:
-        """Wait until a key's record is as awaited, and give it; None where it was not within the limit."""
-        if self._given_up:
+        """Wait until a key's record is as awaited, and give it; None where it was not within the limit.
+
+        None at once where the tenant has enough calls waiting: it is told to come back, as if the limit had passed.
+        """
+        if self._given_up or self._waiting[key.tenant] >= self._per_tenant_max:
             return None
         waiter = _Waiter(is_over)
+        self._waiting[key.tenant] += 1
         self._waiters[key].add(waiter)
         if self._poll is None or self._poll.done():
             self._poll = asyncio.create_task(self._poll_until_nobody_waits())
@@ -49,6 +55,7 @@ class Waiters:
         except TimeoutError:
             return None
         finally:
+            self._waiting[key.tenant] -= 1
             self._waiters[key].discard(waiter)
             if not self._waiters[key]:
                 del self._waiters[key]

@@ -26,7 +26,7 @@ DECISION_ID = uuid.uuid4()
 MODULES = {"outbox": outbox_module, "ledger": ledger_module}
 # Statements that name no tenant: of a whole table or bucket, of everyone's events by id, or for people.
 WHOLE = {
-    *("ledger.DUE", "ledger.REAPABLE"),
+    *("ledger.DUE", "ledger.REAPABLE", "ledger.MISMATCH"),
     *("outbox.PUBLISHED", "outbox.PARK", "outbox.RETRY", "outbox.DISCARD"),
     *("outbox.LIST", "outbox.PARKED", "outbox.SHOW", "outbox.BACKLOG"),
 }

@@ -466,6 +466,9 @@ class GetOperationResponse(_message.Message):
     POLICY_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     POLICY_DIGEST_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTES_MAX_FIELD_NUMBER: _builtins.int
+    FACTS_DEPTH_MAX_FIELD_NUMBER: _builtins.int
+    RESULT_BYTES_MAX_FIELD_NUMBER: _builtins.int
     operation: _builtins.str
     """The operation's name."""
     operation_version: _builtins.int
@@ -486,6 +489,12 @@ class GetOperationResponse(_message.Message):
     """The active version of that policy."""
     policy_digest: _builtins.str
     """Digest of the active version."""
+    request_bytes_max: _builtins.int
+    """How many bytes a request may have, all in all."""
+    facts_depth_max: _builtins.int
+    """How deep facts may be nested."""
+    result_bytes_max: _builtins.int
+    """How many bytes a decision, and each of its events, may have; a larger one fails for good."""
     @_builtins.property
     def default_wait(self) -> _duration_pb2.Duration:
         """How long Decide waits where the caller says nothing."""
@@ -529,10 +538,13 @@ class GetOperationResponse(_message.Message):
         policy_id: _builtins.str = ...,
         policy_version: _builtins.int = ...,
         policy_digest: _builtins.str = ...,
+        request_bytes_max: _builtins.int = ...,
+        facts_depth_max: _builtins.int = ...,
+        result_bytes_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_wait", b"default_wait", "lease", b"lease", "max_wait", b"max_wait", "retention", b"retention", "time_budget", b"time_budget", "tombstone_retention", b"tombstone_retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_wait", b"default_wait", "execution", b"execution", "facts_schema", b"facts_schema", "fingerprint_version", b"fingerprint_version", "lease", b"lease", "max_attempts", b"max_attempts", "max_wait", b"max_wait", "operation", b"operation", "operation_key_pattern", b"operation_key_pattern", "operation_version", b"operation_version", "policy_digest", b"policy_digest", "policy_id", b"policy_id", "policy_version", b"policy_version", "retention", b"retention", "time_budget", b"time_budget", "tombstone_retention", b"tombstone_retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_wait", b"default_wait", "execution", b"execution", "facts_depth_max", b"facts_depth_max", "facts_schema", b"facts_schema", "fingerprint_version", b"fingerprint_version", "lease", b"lease", "max_attempts", b"max_attempts", "max_wait", b"max_wait", "operation", b"operation", "operation_key_pattern", b"operation_key_pattern", "operation_version", b"operation_version", "policy_digest", b"policy_digest", "policy_id", b"policy_id", "policy_version", b"policy_version", "request_bytes_max", b"request_bytes_max", "result_bytes_max", b"result_bytes_max", "retention", b"retention", "time_budget", b"time_budget", "tombstone_retention", b"tombstone_retention"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -90,6 +90,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A Failure, final. The policy's result has no outcome, or is not of the form that a result must have."""
     ERROR_REASON_ATTEMPTS_EXHAUSTED: _ErrorReason.ValueType  # 25
     """A Failure, final. Every attempt that the operation allows was used up."""
+    ERROR_REASON_RESULT_TOO_LARGE: _ErrorReason.ValueType  # 26
+    """A Failure, final. The decision or one of its events is larger than GetOperation's result_bytes_max."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is why a call was refused or a decision failed. A gRPC error carries it, without its prefix, as the reason
@@ -164,4 +166,6 @@ ERROR_REASON_INVALID_RESULT: ErrorReason.ValueType  # 24
 """A Failure, final. The policy's result has no outcome, or is not of the form that a result must have."""
 ERROR_REASON_ATTEMPTS_EXHAUSTED: ErrorReason.ValueType  # 25
 """A Failure, final. Every attempt that the operation allows was used up."""
+ERROR_REASON_RESULT_TOO_LARGE: ErrorReason.ValueType  # 26
+"""A Failure, final. The decision or one of its events is larger than GetOperation's result_bytes_max."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
