@@ -41,7 +41,19 @@ LOOK_EACH_S = 0.1
 WITHIN_S = 300.0
 BROKERS: dict[str, type[Broker]] = {"nats": Nats, "kafka": Tansu}
 
-COLUMNS = """bucket id tenant operation operation_key aggregatetype aggregateid type payload topic traceparent""".split()
+COLUMNS = [
+    "bucket",
+    "id",
+    "tenant",
+    "operation",
+    "operation_key",
+    "aggregatetype",
+    "aggregateid",
+    "type",
+    "payload",
+    "topic",
+    "traceparent",
+]
 
 
 def rows(count: int) -> Iterator[tuple[object, ...]]:
