@@ -1,6 +1,7 @@
 """A consumer of events, as another service has it: it applies each once, in a Postgres database of its own."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -46,6 +47,8 @@ class Consumer:
         self.delivered = 0
         self.duplicates = 0
         self.delivered_again = 0
+        # When each batch was applied, by the monotonic clock.
+        self.times: list[float] = []
         self.interruptions: Counter[str] = Counter()
 
     def __str__(self) -> str:
@@ -65,6 +68,10 @@ class Consumer:
                 await self._note(error)
                 await asyncio.sleep(AGAIN_AFTER_S)
 
+    async def is_new(self, connection: asyncpg.Connection, event: Event) -> bool:
+        """Tell whether an event is to be applied, in the transaction that applies it."""
+        return await self._inbox.first_time(connection, event)
+
     async def _note(self, error: Exception) -> None:
         self.interruptions[type(error).__name__] += 1
 
@@ -73,6 +80,7 @@ class Consumer:
         try:
             async for events, known in batches:
                 is_new = await self._apply(connection, events)
+                self.times.append(time.monotonic())
                 self.delivered += len(events)
                 self.delivered_again += known
                 self.duplicates += is_new[known:].count(False)
@@ -83,7 +91,7 @@ class Consumer:
         async with connection.transaction():
             is_new = []
             for event in events:
-                is_new.append(await self._inbox.first_time(connection, event))
+                is_new.append(await self.is_new(connection, event))
                 if is_new[-1]:
                     await connection.execute(APPLY, event.id, event.body.SerializeToString(deterministic=True))
         return is_new
@@ -101,10 +109,16 @@ class NatsConsumer(Consumer):
 
     def __init__(self, broker: Nats, topic: str, connect: Callable[[], Awaitable[asyncpg.Connection]]) -> None:
         super().__init__(connect)
-        self._broker = broker
+        self.broker = broker
         self._topic = topic
         # A number of the stream.
         self._applied = 0
+
+    async def has_all(self) -> bool:
+        """Tell whether everything that the broker has is applied."""
+        async with await nats.connect(self.broker.url) as client:
+            info = await client.jetstream().stream_info(self._topic.replace(".", "-"))
+            return info.state.last_seq == self._applied
 
     async def batches(self) -> AsyncGenerator[tuple[list[Event], int]]:
         """Pull from a position of its own: what was on its way when the broker stopped comes before anything newer."""
@@ -115,7 +129,7 @@ class NatsConsumer(Consumer):
             opt_start_seq=position + 1,
             inactive_threshold=60,
         )
-        client = await nats.connect(self._broker.url, allow_reconnect=False, error_cb=self._note)
+        client = await nats.connect(self.broker.url, allow_reconnect=False, error_cb=self._note)
         try:
             subscription = await client.jetstream().pull_subscribe(self._topic, config=config)
             while True:
@@ -140,14 +154,14 @@ class KafkaConsumer(Consumer):
 
     def __init__(self, broker: KafkaBroker, topic: str, connect: Callable[[], Awaitable[asyncpg.Connection]]) -> None:
         super().__init__(connect)
-        self._broker = broker
+        self.broker = broker
         self._topic = topic
         # Offsets by partition.
         self._applied = dict.fromkeys(range(PARTITIONS), -1)
 
     async def batches(self) -> AsyncGenerator[tuple[list[Event], int]]:
         """Read from positions of its own."""
-        settings = {"bootstrap.servers": self._broker.address, "group.id": "unused", "log_level": 2}
+        settings = {"bootstrap.servers": self.broker.address, "group.id": "unused", "log_level": 2}
         consumer = confluent_kafka.Consumer(settings | {"reconnect.backoff.max.ms": 1000})
         try:
             consumer.assign(
