@@ -60,7 +60,8 @@ class Backlog:
 _COLUMNS = "bucket, id, tenant, operation, operation_key, aggregatetype, aggregateid, type, payload, topic, traceparent"
 _EVENT = "o.id, o.bucket, o.tenant, o.operation, o.operation_key, o.type, o.payload, o.topic, o.traceparent"
 
-# Part of the ledger's `complete`: the events of those members of the set whose attempt was still the key's.
+# Part of the ledger's `complete`: the events of those members of the set whose attempt was still the key's. In order of
+# their ids, so that whoever reads Postgres's log has a key's events in theirs.
 INSERT_FOR_DONE = f"""INSERT INTO outbox ({_COLUMNS})
     SELECT e.bucket, e.id, e.tenant, e.operation, e.operation_key, e.operation, e.aggregateid, e.type, e.payload,
         e.topic, e.traceparent
@@ -69,7 +70,8 @@ INSERT_FOR_DONE = f"""INSERT INTO outbox ({_COLUMNS})
         CAST(:event_types AS text[]), CAST(:event_payloads AS bytea[]), CAST(:event_topics AS text[]),
         CAST(:event_traceparents AS text[]))
         AS e (bucket, id, tenant, operation, operation_key, aggregateid, type, payload, topic, traceparent)
-    JOIN done USING (bucket, tenant, operation, operation_key)"""
+    JOIN done USING (bucket, tenant, operation, operation_key)
+    ORDER BY e.id"""
 
 WAITING = Statement(
     # The oldest events of these buckets, but for those of a key that has an event parked. There is no memory of what

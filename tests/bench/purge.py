@@ -63,11 +63,11 @@ async def plant(connection: asyncpg.Connection, rows: int, retained: timedelta) 
 
 
 @contextmanager
-def housekeeping(url: URL, log: Path) -> Iterator[subprocess.Popen]:
+def housekeeping(url: URL, log: Path, *arguments: str) -> Iterator[subprocess.Popen]:
     """Run a real `decideonce housekeep` with a process group of its own."""
     with log.open("ab") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "decideonce_server", "housekeep", "--database-url", url_text(url)],
+            [sys.executable, "-m", "decideonce_server", "housekeep", "--database-url", url_text(url), *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
