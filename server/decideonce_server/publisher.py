@@ -29,13 +29,13 @@ from decideonce_server.sink import Message, Outcome, Receipt, Refusal, Sink
 # How many events are read, and sent, at once.
 SET_MAX = 1000
 # How long an event waits at most before it is looked for: with sending, well under 250 ms.
-POLL_INTERVAL_S = 0.125
-# Longer than a set takes to be sent, time-out included: who is slow keeps its buckets.
+POLL_INTERVAL_S = 0.15
+# Longer than an interval, a set's sending up to its time-out, and a pause: who is slow keeps its buckets.
 LEASE = timedelta(seconds=15)
-RENEW_INTERVAL_S = 3.0
+RENEW_INTERVAL_S = 2.0
 BACKLOG_INTERVAL_S = 5.0
 # Between two tries while the sink can't be reached.
-BACKOFF_S = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
+BACKOFF_S = tenacity.wait_random_exponential(multiplier=0.1, max=2.0)
 
 log = structlog.get_logger()
 
@@ -65,10 +65,10 @@ class Publisher:
         meter = metrics.get_meter("decideonce")
         self._published = meter.create_counter("outbox_published", description="Events that the sink acknowledged")
         self._retries = meter.create_counter("outbox_retries", description="Events that were sent and not acknowledged")
-        self._parked = meter.create_counter("outbox_parkings", description="Events that the sink refused for good")
+        self._parkings = meter.create_counter("outbox_parkings", description="Events that the sink refused for good")
         for name, callback, unit, description in (
-            ("outbox_pending", self._observe_pending, "1", "Events that wait to be published"),
-            ("outbox_parked", self._observe_parked, "1", "Events that can't be published, until an operator helps"),
+            ("outbox_pending", self._observe_pending, "", "Events that wait to be published"),
+            ("outbox_parked", self._observe_parked, "", "Events that can't be published, until an operator helps"),
             ("outbox_lag", self._observe_lag, "s", "Age of the oldest event that waits"),
         ):
             meter.create_observable_gauge(name, [callback], unit, description)
@@ -116,8 +116,10 @@ class Publisher:
         for event in events:
             queues[event.tenant, event.operation, event.operation_key].append(event)
         while queues and not self._stopping.is_set():
-            await self._hold()
             queues = await self._send_next(queues.values())
+            await self._hold()
+            held = set(self._buckets)
+            queues = {key: queue for key, queue in queues.items() if queue[0].bucket in held}
         return True
 
     async def _hold(self) -> None:
@@ -146,10 +148,9 @@ class Publisher:
             log.warning("events not published: the sink doesn't acknowledge them; trying again", events=len(heads))
         deleted = await self._outbox.published(self._leases.holder, sent) if sent else 0
         self._published.add(deleted)
-        if refused:
-            await self._park(refused)
-        if deleted < len(sent):
-            log.warning("leases of buckets were lost: others publish them", events=len(sent) - deleted)
+        parked = await self._park(refused) if refused else 0
+        if lost := len(sent) - deleted + len(refused) - parked:
+            log.warning("leases of buckets were lost: others publish them", events=lost)
             self._renew_at = 0.0
             return {}
         going = {event.id for event in sent}
@@ -169,15 +170,17 @@ class Publisher:
         outcomes = iter(await self._sink.send([message for message in messages if message is not None]))
         return [Refusal.REFUSED if message is None else next(outcomes) for message in messages]
 
-    async def _park(self, refused: Sequence[tuple[Event, Refusal]]) -> None:
-        await self._outbox.park(
+    async def _park(self, refused: Sequence[tuple[Event, Refusal]]) -> int:
+        parked = await self._outbox.park(
             self._leases.holder,
             [event for event, _ in refused],
             [refusal.value for _, refusal in refused],
         )
         for event, refusal in refused:
-            self._parked.add(1, {"reason": refusal.value})
-            log.error("event parked", event_id=str(event.id), topic=event.topic, reason=refusal.value)
+            if event.id in parked:
+                self._parkings.add(1, {"reason": refusal.value})
+                log.error("event parked", event_id=str(event.id), topic=event.topic, reason=refusal.value)
+        return len(parked)
 
     def _observe_pending(self, _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
         return [metrics.Observation(self._backlog.pending)]
