@@ -23,6 +23,7 @@ from uuid_utils.compat import uuid7
 
 from brokers import Forwarder, Nats, Received
 from decideonce import events
+from decideonce_server import logs
 from decideonce_server.database import Database, database_url
 from decideonce_server.events_url import open_sink
 from decideonce_server.ledger import bucket_of
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--events", required=True)
     parser.add_argument("--lease", type=float, required=True, help="seconds")
     given = parser.parse_args()
+    logs.configure("info")
     uvloop.run(publish(given.database_url, given.events, given.lease))
 
 

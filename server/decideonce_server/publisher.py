@@ -34,6 +34,8 @@ POLL_INTERVAL_S = 0.15
 LEASE = timedelta(seconds=15)
 RENEW_INTERVAL_S = 2.0
 BACKLOG_INTERVAL_S = 5.0
+# Of a publisher's time, the part that counting takes at most: a long backlog takes long to count.
+COUNTING_SHARE = 0.05
 # Between two tries while the sink can't be reached.
 BACKOFF_S = tenacity.wait_random_exponential(multiplier=0.1, max=2.0)
 
@@ -102,9 +104,7 @@ class Publisher:
     async def _round(self) -> bool:
         """Publish what waits, up to one set of each key's next events and theirs; tell whether there was anything."""
         await self._hold()
-        if time.monotonic() >= self._backlog_at:
-            self._backlog = await self._outbox.backlog()
-            self._backlog_at = time.monotonic() + BACKLOG_INTERVAL_S
+        await self._count()
         if not self._buckets:
             return False
         events = await self._outbox.waiting(self._buckets, SET_MAX)
@@ -131,6 +131,18 @@ class Publisher:
         self._renew_at = now + self._renew_interval_s
         kept = [bucket for bucket in self._buckets if bucket in held]
         self._buckets = deque([*kept, *sorted(held.difference(kept))])
+
+    async def _count(self) -> None:
+        """Count the backlog when it is time to; where that fails, events go out nevertheless."""
+        began = time.monotonic()
+        if began < self._backlog_at:
+            return
+        try:
+            self._backlog = await self._outbox.backlog()
+        except LedgerUnavailable:
+            log.warning("backlog not counted: the ledger can't be reached, or takes too long")
+        ended = time.monotonic()
+        self._backlog_at = ended + max(BACKLOG_INTERVAL_S, (ended - began) / COUNTING_SHARE)
 
     async def _send_next(self, queues: Iterable[deque[Event]]) -> dict[tuple[str, str, str], deque[Event]]:
         """Send the next event of each key; give those keys that may go on."""
@@ -165,7 +177,7 @@ class Publisher:
         for event in events:
             try:
                 messages.append(message_of(event, self._payload_format))
-            except DecodeError:
+            except (DecodeError, ValueError, OverflowError):
                 messages.append(None)
         outcomes = iter(await self._sink.send([message for message in messages if message is not None]))
         return [Refusal.REFUSED if message is None else next(outcomes) for message in messages]

@@ -8,11 +8,13 @@ from typing import Any
 
 import asyncpg
 import pytest
+from google.protobuf import timestamp_pb2
 from sqlalchemy.engine import URL
 
 from brokers import Broker, Nats, Tansu
 from cluster import Cluster, cluster_directory
 from conftest import connect
+from decideonce.v1 import events_pb2
 from decideonce_server.migrate import migrate
 from harness import new_key
 from processes import free_address, until
@@ -205,6 +207,20 @@ async def test_a_topic_that_does_not_exist_is_made_later(observer, database_url,
 
 async def four_parked(observer: asyncpg.Connection) -> bool:
     return 4 == await count(observer, "outbox_parked")
+
+
+async def test_what_is_no_event_is_parked(observer, database_url, nats, topic, publish) -> None:
+    """A payload that can't be told, whatever wrote it, is parked; the operator sees it, and others go out."""
+    publish(nats.url)
+    timeless = events_pb2.DecisionEvent(event_time=timestamp_pb2.Timestamp(seconds=10**15)).SerializeToString()
+    rows = [(*event_rows(topic)[0][:7], payload, topic, None) for payload in (b"\xff", timeless)]
+    stuck = await plant(observer, rows)
+    others = await plant(observer, event_rows(topic, count=2))
+    await until(lambda: is_empty(observer))
+    assert others == read_ids(nats, topic, 2)
+    assert [(one, "REFUSED") for one in stuck] == await parked(observer)
+    assert all(one in outbox(database_url, "list", "--parked") for one in stuck)
+    assert "REFUSED" in outbox(database_url, "show", stuck[0])
 
 
 async def test_an_outage_is_never_poison(observer, server, topic, publish) -> None:
