@@ -38,7 +38,7 @@ chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=
 
 bench: setup ## what purging a million answers costs the calls that go on, and what publishing costs, about 25 minutes
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
-	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/publishing.py
+	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/idle_and_latency.py
 
 interop: setup $(INTEROP)/.fetched ## what the tests' own brokers can't show, on Apache Kafka: needs java (17 or later) and mvn
 	$(BIN)/pytest -m interop

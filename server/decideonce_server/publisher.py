@@ -76,22 +76,29 @@ class Publisher:
             meter.create_observable_gauge(name, [callback], unit, description)
 
     async def run(self) -> None:
-        """Publish until stopped; then end the set that is under way, and give the buckets back."""
-        while not self._stopping.is_set():
-            try:
-                worked = await self._round()
-            except LedgerUnavailable:
-                log.warning("events not published: the ledger can't be reached")
-                worked = False
-            if self._failures:
-                await self._pause(BACKOFF_S(_failed(self._failures)))
-            elif not worked:
-                await self._pause(POLL_INTERVAL_S)
+        """Publish until stopped; then end the set that is under way, and give the buckets back.
+
+        Cancelled, give up that set; its buckets stay leased until what was sent of it has arrived.
+        """
         try:
+            while not self._stopping.is_set():
+                await self._publish_and_pause()
             await self._leases.release()
         except LedgerUnavailable:
             log.warning("buckets not given back: the ledger can't be reached; their leases run out")
-        await self._sink.close()
+        finally:
+            await self._sink.close()
+
+    async def _publish_and_pause(self) -> None:
+        try:
+            worked = await self._round()
+        except LedgerUnavailable:
+            log.warning("events not published: the ledger can't be reached")
+            worked = False
+        if self._failures:
+            await self._pause(BACKOFF_S(_failed(self._failures)))
+        elif not worked:
+            await self._pause(POLL_INTERVAL_S)
 
     def stop(self) -> None:
         """Have `run` end."""

@@ -10,12 +10,12 @@ import asyncpg
 import pytest
 from sqlalchemy.engine import URL
 
-from brokers import Nats
+from brokers import Nats, Tansu
 from decideonce_server.publisher import LEASE
 from decideonce_server.sink import SEND_WITHIN_S
 from harness import new_key
 from processes import until
-from publishing import PublisherProcess, count, event_rows, gate, is_empty, parked, plant, read_ids, shares
+from publishing import TOPIC, PublisherProcess, count, event_rows, gate, is_empty, parked, plant, read_ids, shares
 
 # Much shorter than the real one's.
 LEASE_S = 2.0
@@ -139,21 +139,26 @@ async def test_a_stop_ends_the_set_that_is_being_sent(observer, nats, topic, pub
     assert [] == await shares(observer)
 
 
-async def test_a_stop_does_not_wait_longer_than_its_drain(observer, nats, topic, publish) -> None:
+@pytest.mark.parametrize("kind", [Nats, Tansu])
+async def test_a_stop_does_not_wait_longer_than_its_drain(observer, publish, kind) -> None:
     """A publisher whose broker doesn't answer any more stops when its drain is over, and leaves its events."""
-    publisher = publish(nats.url, "--drain", "1s")
-    await plant(observer, event_rows(topic))
-    await until(lambda: is_empty(observer))
-    nats.freeze()
+    broker = kind()
     try:
-        await plant(observer, event_rows(topic))
+        broker.make_topic(TOPIC)
+        publisher = publish(broker.url, "--drain", "1s")
+        await plant(observer, event_rows(TOPIC))
+        await until(lambda: is_empty(observer))
+        broker.freeze()
+        await plant(observer, event_rows(TOPIC))
+        await publisher.until_metric("outbox_pending", lambda number: number == 1)
         began = time.monotonic()
         assert 0 == await publisher.stop()
         # Sooner than the broker would be given up.
         assert SEND_WITHIN_S > time.monotonic() - began
+        assert (1, []) == (await count(observer), await parked(observer))
     finally:
-        nats.thaw()
-    assert (1, []) == (await count(observer), await parked(observer))
+        broker.thaw()
+        broker.close()
 
 
 async def test_many_publishers_come_and_go(observer, nats, topic, publish) -> None:

@@ -1,11 +1,11 @@
-"""What `publishing.py` measures, in small: that it measures, and that nothing is far off."""
+"""What `idle_and_latency.py` measures, in small: that it measures, and that nothing is far off."""
 
 import io
 from collections.abc import Iterator
 
 import pytest
 
-from bench.publishing import OPERATION, Idle, measure_idle, measure_latency, report
+from bench.idle_and_latency import OPERATION, Idle, measure_idle, measure_latency, report
 from brokers import Nats
 from harness import make_token, new_key, table_policy, write_catalog
 from publishing import TOPIC
