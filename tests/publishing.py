@@ -227,38 +227,17 @@ class Gate(Forwarder):
         """Wait until an answer was cut off."""
         assert await asyncio.to_thread(self.has_cut.wait, READY_WITHIN_S)
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        with contextlib.suppress(OSError):
-            host, _, port = self._target
-            to_reader, to_writer = await asyncio.open_connection(host, int(port))
-            self._writers.add(to_writer)
-            await asyncio.gather(self._pump_held(reader, to_writer), self._pump_cut(to_reader, writer))
-            self._writers.discard(to_writer)
-        writer.transport.abort()
-        self._writers.discard(writer)
+    async def _on_sent(self, data: bytes) -> None:
+        if self._holds and self.SENT in data:
+            self.has_held.set()
+            await self._released.wait()
 
-    async def _pump_held(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65_536):
-                if self._holds and self.SENT in data:
-                    self.has_held.set()
-                    await self._released.wait()
-                writer.write(data)
-                await writer.drain()
-        writer.transport.abort()
-
-    async def _pump_cut(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65_536):
-                if self._cuts and self.ANSWERED in data:
-                    self._cuts = False
-                    for one in self._writers:
-                        one.transport.abort()
-                    self.has_cut.set()
-                writer.write(data)
-                await writer.drain()
-        writer.transport.abort()
+    async def _on_answered(self, data: bytes) -> None:
+        if self._cuts and self.ANSWERED in data:
+            self._cuts = False
+            for writer in self._writers:
+                writer.transport.abort()
+            self.has_cut.set()
 
 
 @contextlib.contextmanager

@@ -1,13 +1,12 @@
 """From a Decide call to a consumer: topics, payloads, traces, and retention that waits for what is untold."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import asyncpg
 import pytest
 from google.protobuf import json_format
-from sqlalchemy.engine import URL
 
 from brokers import Nats, Received
 from decideonce.v1 import decision_service_pb2 as wire
@@ -15,7 +14,7 @@ from decideonce.v1 import events_pb2
 from decideonce_server.catalog import TOPIC_RULE
 from harness import ServiceProcess, make_token, new_key, recorded, refused, write_catalog
 from processes import until
-from publishing import TOPIC, PublisherProcess, count, decoded, is_empty, outbox_command, parked
+from publishing import TOPIC, count, decoded, is_empty, outbox_command, parked
 from sample_events import TRACEPARENT
 from stage import ALONE, evaluations
 
@@ -51,21 +50,6 @@ def serve(start_service: Callable[..., ServiceProcess], tmp_path: Path) -> Calla
     """Give a function that serves the catalog; nobody publishes, unless told to."""
     catalog = write_catalog(tmp_path / "catalog", OPERATIONS, {"echo": "echo_policy:decide"})
     return lambda *arguments: start_service("--catalog", str(catalog), *arguments)
-
-
-@pytest.fixture
-async def publish(database_url: URL, tmp_path: Path) -> AsyncIterator[Callable[..., PublisherProcess]]:
-    """Give a function that starts housekeeping that publishes."""
-    processes: list[PublisherProcess] = []
-
-    def start(events_url: str, *arguments: str) -> PublisherProcess:
-        log = tmp_path / f"publisher-{len(processes)}.log"
-        processes.append(PublisherProcess(database_url, log, "--events", events_url, *arguments))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
 
 
 async def state(observer: asyncpg.Connection, key: str) -> int:

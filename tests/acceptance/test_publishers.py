@@ -3,19 +3,17 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import asyncpg
 import pytest
-from sqlalchemy.engine import URL
 
 from brokers import Nats, Tansu
 from decideonce_server.publisher import LEASE
 from decideonce_server.sink import SEND_WITHIN_S
 from harness import new_key
 from processes import until
-from publishing import TOPIC, PublisherProcess, count, event_rows, gate, is_empty, parked, plant, read_ids, shares
+from publishing import TOPIC, count, event_rows, gate, is_empty, parked, plant, read_ids, shares
 
 # Much shorter than the real one's.
 LEASE_S = 2.0
@@ -38,21 +36,6 @@ def topic(nats: Nats) -> str:
     name = f"test.{new_key()}"
     nats.make_topic(name)
     return name
-
-
-@pytest.fixture
-async def publish(database_url: URL, tmp_path: Path) -> AsyncIterator[Callable[..., PublisherProcess]]:
-    """Give a function that starts a publisher: housekeeping, or with `lease` one whose lease has so many seconds."""
-    processes: list[PublisherProcess] = []
-
-    def start(events_url: str, *arguments: str, lease: float | None = None) -> PublisherProcess:
-        log = tmp_path / f"publisher-{len(processes)}.log"
-        processes.append(PublisherProcess(database_url, log, "--events", events_url, *arguments, lease=lease))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
 
 
 async def have(observer: asyncpg.Connection, *expected: int) -> None:

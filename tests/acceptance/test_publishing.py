@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import asyncpg
@@ -72,21 +71,6 @@ def topic(request: pytest.FixtureRequest) -> str:
     fixture = "server" if "server" in request.fixturenames else "nats"
     request.getfixturevalue(fixture).make_topic(name)
     return name
-
-
-@pytest.fixture
-async def publish(database_url: URL, tmp_path: Path) -> AsyncIterator[Callable[..., PublisherProcess]]:
-    """Give a function that starts housekeeping on the test's database: `publish("nats://…", "--flag")`."""
-    processes: list[PublisherProcess] = []
-
-    def start(events_url: str, *arguments: str) -> PublisherProcess:
-        log = tmp_path / f"publisher-{len(processes)}.log"
-        processes.append(PublisherProcess(database_url, log, "--events", events_url, *arguments))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
 
 
 def outbox(url: URL, *arguments: str) -> str:
