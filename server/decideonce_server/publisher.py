@@ -112,10 +112,10 @@ class Publisher:
         """Publish what waits, up to one set of each key's next events and theirs; tell whether there was anything."""
         await self._hold()
         await self._count()
-        if not self._buckets:
-            return False
-        events = await self._outbox.waiting(self._buckets, SET_MAX)
+        events = await self._outbox.waiting(self._buckets, SET_MAX) if self._buckets else []
         if not events:
+            # Others sent what this one couldn't: what comes next is no retry.
+            self._failures = 0
             return False
         # The buckets that come after those of a full set are read first next time.
         self._buckets.rotate(-max(1, len({event.bucket for event in events})))
