@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.idle_and_latency import OPERATION, Idle, measure_idle, measure_latency, report
+from bench.idle_and_latency import OPERATION, Idle, Latencies, measure_idle, measure_latency, report
 from brokers import Nats
 from harness import make_token, new_key, table_policy, write_catalog
 from publishing import TOPIC
@@ -40,9 +40,9 @@ async def test_latency_is_measured(database_url, observer, nats, start_service, 
     caller = connect_caller(service, await make_token(database_url, "acme"))
     await caller.decide(OPERATION, new_key(), {"n": 0})
     latencies = await measure_latency(observer, caller, nats, calls=10, rate=5.0)
-    assert 10 == len(latencies)
-    assert 0 < latencies[0] <= latencies[-1] < LATENCY_MS_MAX
+    assert 10 == len(latencies.since_complete) == len(latencies.since_answer)
+    assert 0 < latencies.since_complete[0] <= latencies.since_complete[-1] < LATENCY_MS_MAX
     out = io.StringIO()
-    report(Idle(0.5, 0.25), [1.0, 2.0, 3.0], out)
+    report(Idle(0.5, 0.25), Latencies([1.0, 2.0, 3.0], [0.5, 1.0, 1.5]), out)
     assert "0.50% of a core, 0.25% without publishing" in out.getvalue()
-    assert "p50 2 ms, p99 3 ms" in out.getvalue()
+    assert "complete_time to consumer, 3 events: p50 2 ms, p99 3 ms" in out.getvalue()
