@@ -1,8 +1,8 @@
 """Measures what publishing costs while nothing happens, and how soon an event is out: `make bench`.
 
 Idle: the CPU time of a real `decideonce housekeep` and all that it started, beside that of one that doesn't publish.
-Latency: one call a second, to a consumer of a real NATS, from Postgres's `complete_time`, when the statement that commits
-began, and from the caller's answer, when it had: how long the disk took is between them. All is by one machine's clock.
+Latency: one call a second, to a consumer of a real NATS; from Postgres's `complete_time`, when the committing statement
+begins, and from the caller's answer, when it has ended: what the disk takes is between them. One machine, one clock.
 """
 
 import argparse
