@@ -29,7 +29,7 @@ from decideonce_server.sink import Message, Outcome, Receipt, Refusal, Sink
 # How many events are read, and sent, at once.
 SET_MAX = 1000
 # How long an event waits at most before it is looked for: with sending, well under 250 ms.
-POLL_INTERVAL_S = 0.15
+POLL_INTERVAL_S = 0.18
 # Longer than an interval, a set's sending up to its time-out, and a pause: who is slow keeps its buckets.
 LEASE = timedelta(seconds=15)
 RENEW_INTERVAL_S = 2.0
