@@ -67,10 +67,10 @@ class Publisher:
         meter = metrics.get_meter("decideonce")
         self._published = meter.create_counter("outbox_published", description="Events that the sink acknowledged")
         self._retries = meter.create_counter("outbox_retries", description="Events that were sent and not acknowledged")
-        self._parkings = meter.create_counter("outbox_parkings", description="Events that the sink refused for good")
+        self._parked = meter.create_counter("outbox_parkings", description="Events that the sink refused for good")
         for name, callback, unit, description in (
-            ("outbox_pending", self._observe_pending, "", "Events that wait to be published"),
-            ("outbox_parked", self._observe_parked, "", "Events that can't be published, until an operator helps"),
+            ("outbox_pending", self._observe_pending, "1", "Events that wait to be published"),
+            ("outbox_parked", self._observe_parked, "1", "Events that can't be published, until an operator helps"),
             ("outbox_lag", self._observe_lag, "s", "Age of the oldest event that waits"),
         ):
             meter.create_observable_gauge(name, [callback], unit, description)
@@ -197,7 +197,7 @@ class Publisher:
         )
         for event, refusal in refused:
             if event.id in parked:
-                self._parkings.add(1, {"reason": refusal.value})
+                self._parked.add(1, {"reason": refusal.value})
                 log.error("event parked", event_id=str(event.id), topic=event.topic, reason=refusal.value)
         return len(parked)
 
