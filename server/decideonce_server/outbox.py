@@ -75,7 +75,8 @@ INSERT_FOR_DONE = f"""INSERT INTO outbox ({_COLUMNS})
 
 WAITING = Statement(
     # The oldest events of these buckets, but for those of a key that has an event parked. There is no memory of what
-    # was read: an event that commits late is seen when it is there, whatever its id.
+    # was read: an event that commits late is seen when it is there, whatever its id. The limit comes before the sum, so
+    # that no bucket is looked into once there are enough.
     "outbox_waiting",
     f"""SELECT {_EVENT} FROM (
         SELECT e.*, sum(octet_length(e.payload)) OVER (ORDER BY e.place, e.id) - octet_length(e.payload) AS before
@@ -197,9 +198,10 @@ class Outbox:
         """Delete events that the sink has, of those buckets that the holder still leases; give how many."""
         return len(await self._database.run(PUBLISHED, holder=holder, **_places(events)))
 
-    async def park(self, holder: UUID, events: Sequence[Event], reasons: Sequence[str]) -> int:
-        """Park events that can't be sent, of those buckets that the holder still leases; give how many."""
-        return len(await self._database.run(PARK, holder=holder, reasons=list(reasons), **_places(events)))
+    async def park(self, holder: UUID, events: Sequence[Event], reasons: Sequence[str]) -> set[UUID]:
+        """Park events that can't be sent, of those buckets that the holder still leases; give the ids of those."""
+        rows = await self._database.run(PARK, holder=holder, reasons=list(reasons), **_places(events))
+        return {row.id for row in rows}
 
     async def pending(self, limit: int) -> list[Event]:
         """List the oldest events that wait, parked ones apart."""
