@@ -36,7 +36,10 @@ test: setup ## all tests, on a PostgreSQL of their own
 chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=10] [SEED=…]
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
-bench: setup ## what purging a million answers costs the calls that go on, about 20 minutes
+bench: setup ## what purging and publishing cost, and what faults do to events: about 35 minutes
+	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/idle_and_latency.py
+	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/backlog.py
+	@PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/delivery.py
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
 
 interop: setup $(INTEROP)/.fetched ## what the tests' own brokers can't show, on Apache Kafka: needs java (17 or later) and mvn

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -389,15 +389,26 @@ class Forwarder:
             host, _, port = self._target
             to_reader, to_writer = await asyncio.open_connection(host, int(port))
             self._writers.add(to_writer)
-            await asyncio.gather(self._pump(reader, to_writer), self._pump(to_reader, writer))
+            await asyncio.gather(
+                self._pump(reader, to_writer, self._on_sent), self._pump(to_reader, writer, self._on_answered)
+            )
             self._writers.discard(to_writer)
         writer.transport.abort()
         self._writers.discard(writer)
 
+    async def _on_sent(self, data: bytes) -> None:
+        """Do nothing; a subclass may hold or cut what is sent."""
+
+    async def _on_answered(self, data: bytes) -> None:
+        """Do nothing; a subclass may hold or cut what is answered."""
+
     @staticmethod
-    async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, before: Callable[[bytes], Awaitable[None]]
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
+                await before(data)
                 writer.write(data)
                 await writer.drain()
         writer.transport.abort()

@@ -313,7 +313,7 @@ async def _publishing(database: Database, settings: Settings, stopping: Stopping
     async with _loops(publisher.run()) as (publishing,):
         yield
         publisher.stop()
-        await stopping.unless_asked_again(asyncio.wait({publishing}))
+        await stopping.unless_asked_again(asyncio.wait({publishing}, timeout=settings.drain.total_seconds()))
 
 
 def _sink(url: str) -> Sink:

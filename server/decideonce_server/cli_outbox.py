@@ -1,11 +1,13 @@
 """The command line's part for events: what waits to be published, and what can't be."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import click
+from google.protobuf.message import DecodeError
 from rich.text import Text
 
 from decideonce.v1 import events_pb2
@@ -151,7 +153,11 @@ def _fields(found: Event | ParkedEvent) -> dict[str, Any]:
 
 
 def _event(payload: bytes) -> events_pb2.DecisionEvent:
-    return events_pb2.DecisionEvent.FromString(payload)
+    """Read a payload; what isn't one, and is parked for that, is shown as an empty one."""
+    event = events_pb2.DecisionEvent()
+    with contextlib.suppress(DecodeError):
+        event.ParseFromString(payload)
+    return event
 
 
 def _gist(payload: bytes) -> str:

@@ -30,6 +30,7 @@ def message_of(event: Event, payload_format: PayloadFormat = PayloadFormat.PROTO
 
     Raises:
         google.protobuf.message.DecodeError: the payload isn't a DecisionEvent.
+        ValueError, OverflowError: its time is none of the years 1 to 9999.
     """
     decision_event = events_pb2.DecisionEvent.FromString(event.payload)
     payload = event.payload

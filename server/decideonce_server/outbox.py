@@ -60,7 +60,8 @@ class Backlog:
 _COLUMNS = "bucket, id, tenant, operation, operation_key, aggregatetype, aggregateid, type, payload, topic, traceparent"
 _EVENT = "o.id, o.bucket, o.tenant, o.operation, o.operation_key, o.type, o.payload, o.topic, o.traceparent"
 
-# Part of the ledger's `complete`: the events of those members of the set whose attempt was still the key's.
+# Part of the ledger's `complete`: the events of those members of the set whose attempt was still the key's. In order of
+# their ids, so that whoever reads Postgres's log has a key's events in theirs.
 INSERT_FOR_DONE = f"""INSERT INTO outbox ({_COLUMNS})
     SELECT e.bucket, e.id, e.tenant, e.operation, e.operation_key, e.operation, e.aggregateid, e.type, e.payload,
         e.topic, e.traceparent
@@ -69,11 +70,13 @@ INSERT_FOR_DONE = f"""INSERT INTO outbox ({_COLUMNS})
         CAST(:event_types AS text[]), CAST(:event_payloads AS bytea[]), CAST(:event_topics AS text[]),
         CAST(:event_traceparents AS text[]))
         AS e (bucket, id, tenant, operation, operation_key, aggregateid, type, payload, topic, traceparent)
-    JOIN done USING (bucket, tenant, operation, operation_key)"""
+    JOIN done USING (bucket, tenant, operation, operation_key)
+    ORDER BY e.id"""
 
 WAITING = Statement(
     # The oldest events of these buckets, but for those of a key that has an event parked. There is no memory of what
-    # was read: an event that commits late is seen when it is there, whatever its id.
+    # was read: an event that commits late is seen when it is there, whatever its id. The limit comes before the sum, so
+    # that no bucket is looked into once there are enough.
     "outbox_waiting",
     f"""SELECT {_EVENT} FROM (
         SELECT e.*, sum(octet_length(e.payload)) OVER (ORDER BY e.place, e.id) - octet_length(e.payload) AS before
@@ -195,9 +198,10 @@ class Outbox:
         """Delete events that the sink has, of those buckets that the holder still leases; give how many."""
         return len(await self._database.run(PUBLISHED, holder=holder, **_places(events)))
 
-    async def park(self, holder: UUID, events: Sequence[Event], reasons: Sequence[str]) -> int:
-        """Park events that can't be sent, of those buckets that the holder still leases; give how many."""
-        return len(await self._database.run(PARK, holder=holder, reasons=list(reasons), **_places(events)))
+    async def park(self, holder: UUID, events: Sequence[Event], reasons: Sequence[str]) -> set[UUID]:
+        """Park events that can't be sent, of those buckets that the holder still leases; give the ids of those."""
+        rows = await self._database.run(PARK, holder=holder, reasons=list(reasons), **_places(events))
+        return {row.id for row in rows}
 
     async def pending(self, limit: int) -> list[Event]:
         """List the oldest events that wait, parked ones apart."""

@@ -67,15 +67,18 @@ class BucketLeases:
         self.holder = holder
         self._database = database
         self._lease = lease
+        self._held: set[int] = set()
 
     async def hold(self) -> Sequence[int]:
         """Renew and take leases up to this holder's share, give back what is over it, and list what is held now."""
         (row,) = await self._database.run(BEAT, holder=self.holder, lease=self._lease)
         share = -(-BUCKETS // row.holders)
         rows = await self._database.run(HOLD, holder=self.holder, share=share, lease=self._lease)
-        held = sorted(row.bucket for row in rows)
-        await self._database.run(RELEASE, holder=self.holder, kept=held)
-        return held
+        held = {row.bucket for row in rows}
+        if not self._held <= held:
+            await self._database.run(RELEASE, holder=self.holder, kept=list(held))
+        self._held = held
+        return sorted(held)
 
     async def release(self) -> None:
         """Give all leases back, and be counted no more."""

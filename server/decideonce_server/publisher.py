@@ -29,13 +29,15 @@ from decideonce_server.sink import Message, Outcome, Receipt, Refusal, Sink
 # How many events are read, and sent, at once.
 SET_MAX = 1000
 # How long an event waits at most before it is looked for: with sending, well under 250 ms.
-POLL_INTERVAL_S = 0.125
-# Longer than a set takes to be sent, time-out included: who is slow keeps its buckets.
+POLL_INTERVAL_S = 0.18
+# Longer than an interval, a set's sending up to its time-out, and a pause: who is slow keeps its buckets.
 LEASE = timedelta(seconds=15)
-RENEW_INTERVAL_S = 3.0
+RENEW_INTERVAL_S = 2.0
 BACKLOG_INTERVAL_S = 5.0
+# Of a publisher's time, the part that counting takes at most: a long backlog takes long to count.
+COUNTING_SHARE = 0.05
 # Between two tries while the sink can't be reached.
-BACKOFF_S = tenacity.wait_random_exponential(multiplier=0.1, max=5.0)
+BACKOFF_S = tenacity.wait_random_exponential(multiplier=0.1, max=2.0)
 
 log = structlog.get_logger()
 
@@ -74,22 +76,29 @@ class Publisher:
             meter.create_observable_gauge(name, [callback], unit, description)
 
     async def run(self) -> None:
-        """Publish until stopped; then end the set that is under way, and give the buckets back."""
-        while not self._stopping.is_set():
-            try:
-                worked = await self._round()
-            except LedgerUnavailable:
-                log.warning("events not published: the ledger can't be reached")
-                worked = False
-            if self._failures:
-                await self._pause(BACKOFF_S(_failed(self._failures)))
-            elif not worked:
-                await self._pause(POLL_INTERVAL_S)
+        """Publish until stopped; then end the set that is under way, and give the buckets back.
+
+        Cancelled, give up that set; its buckets stay leased until what was sent of it has arrived.
+        """
         try:
+            while not self._stopping.is_set():
+                await self._publish_and_pause()
             await self._leases.release()
         except LedgerUnavailable:
             log.warning("buckets not given back: the ledger can't be reached; their leases run out")
-        await self._sink.close()
+        finally:
+            await self._sink.close()
+
+    async def _publish_and_pause(self) -> None:
+        try:
+            worked = await self._round()
+        except LedgerUnavailable:
+            log.warning("events not published: the ledger can't be reached")
+            worked = False
+        if self._failures:
+            await self._pause(BACKOFF_S(_failed(self._failures)))
+        elif not worked:
+            await self._pause(POLL_INTERVAL_S)
 
     def stop(self) -> None:
         """Have `run` end."""
@@ -102,13 +111,11 @@ class Publisher:
     async def _round(self) -> bool:
         """Publish what waits, up to one set of each key's next events and theirs; tell whether there was anything."""
         await self._hold()
-        if time.monotonic() >= self._backlog_at:
-            self._backlog = await self._outbox.backlog()
-            self._backlog_at = time.monotonic() + BACKLOG_INTERVAL_S
-        if not self._buckets:
-            return False
-        events = await self._outbox.waiting(self._buckets, SET_MAX)
+        await self._count()
+        events = await self._outbox.waiting(self._buckets, SET_MAX) if self._buckets else []
         if not events:
+            # Others sent what this one couldn't: what comes next is no retry.
+            self._failures = 0
             return False
         # The buckets that come after those of a full set are read first next time.
         self._buckets.rotate(-max(1, len({event.bucket for event in events})))
@@ -116,8 +123,10 @@ class Publisher:
         for event in events:
             queues[event.tenant, event.operation, event.operation_key].append(event)
         while queues and not self._stopping.is_set():
-            await self._hold()
             queues = await self._send_next(queues.values())
+            await self._hold()
+            held = set(self._buckets)
+            queues = {key: queue for key, queue in queues.items() if queue[0].bucket in held}
         return True
 
     async def _hold(self) -> None:
@@ -129,6 +138,18 @@ class Publisher:
         self._renew_at = now + self._renew_interval_s
         kept = [bucket for bucket in self._buckets if bucket in held]
         self._buckets = deque([*kept, *sorted(held.difference(kept))])
+
+    async def _count(self) -> None:
+        """Count the backlog when it is time to; where that fails, events go out nevertheless."""
+        began = time.monotonic()
+        if began < self._backlog_at:
+            return
+        try:
+            self._backlog = await self._outbox.backlog()
+        except LedgerUnavailable:
+            log.warning("backlog not counted: the ledger can't be reached, or takes too long")
+        ended = time.monotonic()
+        self._backlog_at = ended + max(BACKLOG_INTERVAL_S, (ended - began) / COUNTING_SHARE)
 
     async def _send_next(self, queues: Iterable[deque[Event]]) -> dict[tuple[str, str, str], deque[Event]]:
         """Send the next event of each key; give those keys that may go on."""
@@ -146,10 +167,9 @@ class Publisher:
             log.warning("events not published: the sink doesn't acknowledge them; trying again", events=len(heads))
         deleted = await self._outbox.published(self._leases.holder, sent) if sent else 0
         self._published.add(deleted)
-        if refused:
-            await self._park(refused)
-        if deleted < len(sent):
-            log.warning("leases of buckets were lost: others publish them", events=len(sent) - deleted)
+        parked = await self._park(refused) if refused else 0
+        if lost := len(sent) - deleted + len(refused) - parked:
+            log.warning("leases of buckets were lost: others publish them", events=lost)
             self._renew_at = 0.0
             return {}
         going = {event.id for event in sent}
@@ -164,20 +184,22 @@ class Publisher:
         for event in events:
             try:
                 messages.append(message_of(event, self._payload_format))
-            except DecodeError:
+            except (DecodeError, ValueError, OverflowError):
                 messages.append(None)
         outcomes = iter(await self._sink.send([message for message in messages if message is not None]))
         return [Refusal.REFUSED if message is None else next(outcomes) for message in messages]
 
-    async def _park(self, refused: Sequence[tuple[Event, Refusal]]) -> None:
-        await self._outbox.park(
+    async def _park(self, refused: Sequence[tuple[Event, Refusal]]) -> int:
+        parked = await self._outbox.park(
             self._leases.holder,
             [event for event, _ in refused],
             [refusal.value for _, refusal in refused],
         )
         for event, refusal in refused:
-            self._parked.add(1, {"reason": refusal.value})
-            log.error("event parked", event_id=str(event.id), topic=event.topic, reason=refusal.value)
+            if event.id in parked:
+                self._parked.add(1, {"reason": refusal.value})
+                log.error("event parked", event_id=str(event.id), topic=event.topic, reason=refusal.value)
+        return len(parked)
 
     def _observe_pending(self, _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
         return [metrics.Observation(self._backlog.pending)]

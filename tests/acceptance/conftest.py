@@ -1,18 +1,21 @@
-"""One service for all tests of a module that do not disturb each other.
+"""One service for all tests of a module that do not disturb each other, and publishers for those that need some.
 
 A module that wants it has a module-scoped fixture `catalog`: operations and policies, as `write_catalog` takes them.
 """
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
+from sqlalchemy.engine import URL
 
 from conftest import connect
 from decideonce_server.embedded import EmbeddedPostgres
 from harness import Caller, ServiceProcess, make_token, url_text, write_catalog
+from publishing import PublisherProcess
 from stage import ALONE, TENANT, LedgerView, Stage
 
 _numbers = itertools.count()
@@ -75,3 +78,21 @@ async def view(stage: Stage) -> AsyncIterator[LedgerView]:
         yield LedgerView(connection)
     finally:
         await connection.close()
+
+
+@pytest.fixture
+async def publish(database_url: URL, tmp_path: Path) -> AsyncIterator[Callable[..., PublisherProcess]]:
+    """Give a function that starts a publisher on the test's database: `publish("nats://…", "--flag")`.
+
+    It is `decideonce housekeep`, or with `lease` a publisher alone, whose lease has so many seconds.
+    """
+    processes: list[PublisherProcess] = []
+
+    def start(events_url: str, *arguments: str, lease: float | None = None) -> PublisherProcess:
+        log = tmp_path / f"publisher-{len(processes)}.log"
+        processes.append(PublisherProcess(database_url, log, "--events", events_url, *arguments, lease=lease))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from chaos.history import FINAL, Call, Fault, History, Key, Result
+from chaos.history import BROKER, FINAL, Call, Fault, History, Key, Result
 from chaos.trail import Change, faults_of
 
 # What a caller may be told while something is broken; it says "try again", or nothing at all.
@@ -19,6 +19,7 @@ KEY_EXPIRED = "FAILED_PRECONDITION OPERATION_KEY_EXPIRED"
 NOT_FOUND = "NOT_FOUND DECISION_NOT_FOUND"
 # How long after a fault's end an attempt may still be taken over because of it: a lease, a look, and a slow machine.
 FAULT_ECHO_S = 15.0
+RECORDED = "decideonce.decision.v1"
 # How long before a call a fault is still told in its story.
 NEAR_S = 3.0
 
@@ -33,11 +34,25 @@ class Row:
     decision: str
     provenance: str
     provenance_attempt: int
-    # Its decision events and effects in the outbox.
-    decision_events: int
-    effect_events: int
-    # Whether the decision event tells what is recorded.
-    is_told_truly: bool = True
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a key, as a consumer applied it, or as it waits where nobody publishes; in that order.
+
+    A decision event has digests of what it tells; `n` is the number that the decision or the effect was made on, or 0.
+    """
+
+    event_id: str
+    type: str
+    decision: str
+    provenance: str
+    failure: str = ""
+    n: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.event_id}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,7 @@ class Case:
     rows: Sequence[Row]
     faults: Sequence[Fault]
     changes: Sequence[Change]
+    events: Sequence[Event]
     expected: Expectations
     # It was asked for again and again after everything had come to rest, and did not become final.
     is_late: bool = False
@@ -87,7 +103,12 @@ class Case:
         return [call for call in self.calls if call.result in FINAL]
 
     def is_disturbed(self, began: float, ended: float) -> bool:
-        return any(fault.began <= ended and fault.ended + FAULT_ECHO_S >= began for fault in self.faults)
+        return any(
+            fault.began <= ended and fault.ended + FAULT_ECHO_S >= began
+            for fault in self.faults
+            # What befalls the broker of events is no excuse for any answer.
+            if fault.where != BROKER
+        )
 
     @property
     def may_expire(self) -> bool:
@@ -209,16 +230,33 @@ def tenants_are_apart(case: Case) -> Iterator[str]:
             yield f"the tenant {call.tenant} was told of {call.provenance_tenant}"
 
 
-def events_are_told_once(case: Case) -> Iterator[str]:
+def events_are_applied_once(case: Case) -> Iterator[str]:
+    ids = [event.event_id for event in case.events]
+    if len(set(ids)) < len(ids):
+        yield "an event was applied more than once"
+    # UUIDv7 ascend.
+    if ids != sorted(ids):
+        yield "events were applied out of their order"
+    if case.events and not case.rows:
+        yield "events tell of what isn't recorded"
+    decisions = sum(event.type == RECORDED for event in case.events)
     for row in case.rows:
-        is_final = row.state in (*FINAL, Result.EXPIRED)
-        if row.decision_events != int(is_final):
-            yield f"there are {row.decision_events} decision events for {row.state}"
-        if not row.is_told_truly:
-            yield "the decision event doesn't tell what is recorded"
+        if decisions != int(row.state in (*FINAL, Result.EXPIRED)):
+            yield f"there are {decisions} decision events for {row.state}"
         effects = (case.expected.effects or {}).get(case.key[1], 0) if row.state is Result.SUCCEEDED else None
-        if effects is not None and row.effect_events != effects:
-            yield f"there are {row.effect_events} effects, and the policy asked for {effects}"
+        if effects is not None and len(ids) - decisions != effects:
+            yield f"there are {len(ids) - decisions} effects, and the policy asked for {effects}"
+
+
+def events_are_true(case: Case) -> Iterator[str]:
+    """What a decision event tells is what is recorded, or what was answered where that has expired."""
+    recorded = [row for row in case.rows if row.state in FINAL] or case.finals
+    true = {(known.decision, known.provenance, known.failure) for known in recorded}
+    for event in case.events:
+        if event.type == RECORDED and true and (event.decision, event.provenance, event.failure) not in true:
+            yield "the decision event doesn't tell what is recorded"
+    if len({event.n for event in case.events}) > 1:
+        yield "the events of a decision don't tell of the same facts"
 
 
 def changes_are_legal(case: Case) -> Iterator[str]:
@@ -240,7 +278,8 @@ RULES: tuple[Callable[[Case], Iterator[str]], ...] = (
     attempts_are_explained,
     versions_are_true,
     tenants_are_apart,
-    events_are_told_once,
+    events_are_applied_once,
+    events_are_true,
     changes_are_legal,
 )
 
@@ -249,6 +288,7 @@ def check(
     history: History,
     rows: Sequence[Row],
     trail: Mapping[Key, Sequence[Change]],
+    events: Mapping[Key, Sequence[Event]],
     expected: Expectations,
     late: Collection[Key] = (),
 ) -> list[Violation]:
@@ -260,8 +300,10 @@ def check(
     for row in rows:
         by_key[row.key].append(row)
     cases = [
-        Case(key, calls[key], by_key[key], history.faults, trail.get(key, ()), expected, key in late)
-        for key in calls.keys() | by_key.keys() | trail.keys()
+        Case(
+            key, calls[key], by_key[key], history.faults, trail.get(key, ()), events.get(key, ()), expected, key in late
+        )
+        for key in calls.keys() | by_key.keys() | trail.keys() | events.keys()
     ]
     found = [
         (len(case.calls), Violation(text, story(case, history.epoch)))
@@ -286,5 +328,10 @@ def story(case: Case, epoch: float) -> str:
         entries.append((at, f"{at:8.3f}              {change}"))
     head = "  key " + " / ".join(case.key)
     return "\n".join(
-        [head, *(f"  {line}" for _, line in sorted(entries)), *(f"  recorded: {row}" for row in case.rows)]
+        [
+            head,
+            *(f"  {line}" for _, line in sorted(entries)),
+            *(f"  recorded: {row}" for row in case.rows),
+            *(f"  applied: {event}" for event in case.events),
+        ]
     )

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import asyncpg
 import grpc
 import psutil
 
+from brokers import Nats
 from chaos.postgres import Cluster
 from chaos.proxy import Proxy
 from chaos.trail import INSTALL
+from consumer import TABLES, NatsConsumer
 from decideonce.v1.decision_service_pb2_grpc import DecisionServiceStub
+from decideonce_server.catalog import DEFAULT_TOPIC
 from decideonce_server.database import database_url
 from decideonce_server.migrate import migrate
 from harness import ServiceProcess, make_token, table_policy, write_catalog
@@ -126,10 +130,12 @@ class Deployment:
     instances: dict[str, Instance]
     catalogs: Mapping[str, Path]
     tokens: dict[str, str]
+    broker: Nats
+    consumer: NatsConsumer
 
 
 async def deploy(root: Path) -> Deployment:
-    """Start a cluster and two instances: one with two workers, and one whose clock is ten minutes ahead."""
+    """Start a cluster, a broker, and two instances: one with two workers, and one whose clock is ten minutes ahead."""
     cluster = Cluster(root)
     await cluster.start()
     await cluster.primary.execute("CREATE DATABASE chaos")
@@ -140,16 +146,34 @@ async def deploy(root: Path) -> Deployment:
     await connection.close()
     tokens = {tenant: await make_token(url, tenant) for tenant in TENANTS}
     catalogs = write_catalogs(root / "catalogs")
+    broker, consumer = await start_broker(cluster)
     proxies, instances = {}, {}
     for name, workers, offset in (("a", 2, 0.0), ("b", 1, 600.0)):
         proxy = Proxy(lambda: ("127.0.0.1", cluster.primary.port))
         through = f"postgresql://postgres@127.0.0.1:{await proxy.start()}/chaos?ssl=disable"
         proxies[name] = proxy
-        arguments = ("--catalog", str(catalogs["ONE"])) if name == "a" else ()
+        events = ("--events", broker.url)
+        arguments = (*events, "--catalog", str(catalogs["ONE"])) if name == "a" else events
         instances[name] = Instance(name, workers, through, root, arguments=arguments, clock_offset_s=offset)
         await instances[name].start()
-        instances[name].arguments = ()
-    return Deployment(cluster, proxies, instances, catalogs, tokens)
+        instances[name].arguments = events
+    return Deployment(cluster, proxies, instances, catalogs, tokens, broker, consumer)
+
+
+async def start_broker(cluster: Cluster) -> tuple[Nats, NatsConsumer]:
+    """Start a broker, and make a consumer with a database beside the service's."""
+    broker = await asyncio.to_thread(Nats)
+    # It would drop most duplicates by itself; here they are to reach the consumer.
+    broker.make_topic(DEFAULT_TOPIC, duplicate_window=0.1)
+    await cluster.primary.execute("CREATE DATABASE consumer")
+
+    async def connect() -> asyncpg.Connection:
+        return await cluster.primary.connect("consumer")
+
+    connection = await connect()
+    await connection.execute(TABLES)
+    await connection.close()
+    return broker, NatsConsumer(broker, DEFAULT_TOPIC, connect)
 
 
 async def tear_down(deployment: Deployment) -> None:
@@ -161,3 +185,4 @@ async def tear_down(deployment: Deployment) -> None:
     for proxy in deployment.proxies.values():
         await proxy.close()
     await asyncio.to_thread(deployment.cluster.stop)
+    await asyncio.to_thread(deployment.broker.close)

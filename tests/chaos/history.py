@@ -20,6 +20,9 @@ class Result(StrEnum):
     ERROR = "ERROR"
 
 
+# Where a fault is that is of no instance.
+BROKER = "broker"
+
 FINAL = (Result.SUCCEEDED, Result.FAILED_FINAL)
 
 
@@ -84,10 +87,14 @@ class Fault:
 
 @dataclass
 class History:
-    """Everything in the order in which it ended. `epoch` is its time 0 as the machine's clock had it."""
+    """Everything in the order in which it ended. `epoch` is its time 0 as the machine's clock had it.
+
+    `deliveries` are the times at which a consumer had applied what came.
+    """
 
     calls: list[Call] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    deliveries: list[float] = field(default_factory=list)
     epoch: float = 0.0
 
     def write(self, path: Path) -> None:

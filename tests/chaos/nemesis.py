@@ -9,7 +9,7 @@ from contextlib import suppress
 import grpc
 
 from chaos.deployment import Deployment, Instance, send_signal
-from chaos.history import Fault, History
+from chaos.history import BROKER, Fault, History
 from chaos.proxy import Cut
 from decideonce.v1.catalog_pb2_grpc import CatalogServiceStub
 from decideonce_server.catalog_dir import read_catalog
@@ -19,6 +19,9 @@ from decideonce_server.catalog_wire import request_of
 PAUSE_S = 3.0
 BLACK_HOLE_S = 3.0
 CUT_WITHIN_S = 3.0
+BROKER_AWAY_S = 3.0
+# Events flow for most of the time.
+BROKER_FAULT_PAUSE_S = 8.0
 
 
 class Nemesis:
@@ -29,6 +32,8 @@ class Nemesis:
         self._history = history
         self._now = now
         self._random = random.Random(seed)
+        # Of its own, so that neither's turns change the other's.
+        self._brokers_random = random.Random(seed)
         self._next_outcome = "TWO"
         self.kinds: dict[str, Callable[[Instance], Awaitable[bool | None]]] = {
             "worker killed": self._kill_worker,
@@ -45,6 +50,10 @@ class Nemesis:
             "clock changed": self._change_clock,
             "catalog applied": self._apply,
         }
+        self.broker_kinds: dict[str, Callable[[], Awaitable[None]]] = {
+            "broker stopped": self._stop_broker,
+            "broker frozen": self._freeze_broker,
+        }
         # Those that keep the deployment busy for long stand once, the others more often.
         self._often = [
             "worker killed",
@@ -56,7 +65,33 @@ class Nemesis:
         self._often += ["catalog applied", "cut before commit", "cut after commit", "worker paused"]
 
     async def run(self, until: float, pause: float) -> None:
-        """Go through all kinds in a random order, again and again, until a time of the history."""
+        """Go through all kinds in a random order, again and again, until a time of the history; the broker's beside."""
+        await asyncio.gather(self._disturb_service(until, pause), self._disturb_broker(until))
+
+    async def _disturb_broker(self, until: float) -> None:
+        kinds = list(self.broker_kinds)
+        while True:
+            self._brokers_random.shuffle(kinds)
+            for kind in kinds:
+                await asyncio.sleep(self._brokers_random.uniform(0.5, 1.5) * BROKER_FAULT_PAUSE_S)
+                if self._now() > until:
+                    return
+                fault = Fault(kind, BROKER, self._now())
+                self._history.faults.append(fault)
+                await self.broker_kinds[kind]()
+                fault.ended = self._now()
+
+    async def _stop_broker(self) -> None:
+        await asyncio.to_thread(self._deployment.broker.stop)
+        await asyncio.sleep(self._brokers_random.uniform(0, BROKER_AWAY_S))
+        await asyncio.to_thread(self._deployment.broker.start)
+
+    async def _freeze_broker(self) -> None:
+        await asyncio.to_thread(self._deployment.broker.freeze)
+        await asyncio.sleep(BROKER_AWAY_S)
+        self._deployment.broker.thaw()
+
+    async def _disturb_service(self, until: float, pause: float) -> None:
         often: list[str] = []
         while True:
             round_ = [*self.kinds, *often]

@@ -164,7 +164,7 @@ def _fill(call: Call, answer: wire.DecideResponse | wire.GetDecisionStatusRespon
     call.is_contended = call.result is Result.PROCESSING and answer.retry_after.ToTimedelta() == contended
     call.replayed = isinstance(answer, wire.DecideResponse) and answer.replayed
     if answer.HasField("provenance"):
-        call.decision, call.provenance = decision_digests(answer)
+        call.decision, call.provenance = digests(answer.decision, answer.provenance)
         call.provenance_tenant = answer.provenance.tenant
         call.policy_version = answer.provenance.policy_version
         call.attempt = answer.provenance.attempt
@@ -173,13 +173,12 @@ def _fill(call: Call, answer: wire.DecideResponse | wire.GetDecisionStatusRespon
             call.told = int(answer.decision.outputs["n"])
 
 
-def decision_digests(answer: wire.DecideResponse | wire.GetDecisionStatusResponse) -> tuple[str, str]:
+def digests(decision: wire.Decision, provenance: wire.Provenance) -> tuple[str, str]:
     """Give short digests of what must never change in an answer."""
-    decision, provenance = (
-        hashlib.sha256(part.SerializeToString(deterministic=True)).hexdigest()[:16]
-        for part in (answer.decision, answer.provenance)
+    of_decision, of_provenance = (
+        hashlib.sha256(part.SerializeToString(deterministic=True)).hexdigest()[:16] for part in (decision, provenance)
     )
-    return decision, provenance
+    return of_decision, of_provenance
 
 
 def _error_text(error: grpc.RpcError) -> str:

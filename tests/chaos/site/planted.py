@@ -96,6 +96,29 @@ def plant_event_after_commit() -> None:
     ledger.Ledger.complete = complete_then_tell
 
 
+def plant_deletes_before_acknowledged() -> None:
+    """The publisher deletes events when it has read them, and sends them then."""
+    waiting = outbox.Outbox.waiting
+
+    async def take(self, buckets, limit):
+        events = await waiting(self, buckets, limit)
+        delete = Statement("take", "DELETE FROM outbox o WHERE o.id = ANY(CAST(:ids AS uuid[]))")
+        await self._database.run(delete, ids=[event.id for event in events])
+        return events
+
+    outbox.Outbox.waiting = take
+
+
+def plant_sends_in_reverse() -> None:
+    """The publisher sends the newest events of a key first."""
+    waiting = outbox.Outbox.waiting
+
+    async def read_backwards(self, buckets, limit):
+        return (await waiting(self, buckets, limit))[::-1]
+
+    outbox.Outbox.waiting = read_backwards
+
+
 def plant_replay_evaluates_again() -> None:
     """A finished record is taken over as if it had failed."""
     _rewrite("TAKE_OVER", "(l.state = 3 OR", "(l.state IN (2, 3) OR")
