@@ -17,8 +17,6 @@ from decideonce_server.waiting import Waiters
 
 # How many decisions one process makes at once; a policy itself is held to half of its evaluators.
 PARALLEL_MAX = 16
-# How late work that another process left is taken up.
-POLL_INTERVAL_S = 0.25
 # Processes that look at the same moment see the same work: each picks from more than it takes, so that few collide.
 CHOICE = 4
 
@@ -30,6 +28,8 @@ class DueWork:
 
     # Whether inline work is taken up too, once its attempt's lease is over.
     abandoned = False
+    # How late work that another process left is taken up.
+    poll_interval_s = 0.25
 
     def __init__(self, ledger: Ledger, reserve: Reserve, decide: Decide, attempts: Attempts, waiters: Waiters) -> None:
         self._ledger = ledger
@@ -48,7 +48,7 @@ class DueWork:
         """Take up what is due, several times a second or when poked."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poked.wait(), POLL_INTERVAL_S)
+                await asyncio.wait_for(self._poked.wait(), self.poll_interval_s)
             self._poked.clear()
             try:
                 await self._take_up()
@@ -59,7 +59,7 @@ class DueWork:
         if not self._free:
             return
         due = await self._ledger.due(PARALLEL_MAX * CHOICE, abandoned=self.abandoned)
-        for record in _some(due, self._free):
+        for record in choose(due, self._free):
             # Ending this loop must not leave a lease to nobody.
             await asyncio.shield(self._attempts.start(self._take_over(record)))
 
@@ -80,14 +80,19 @@ class DueWork:
             self.poke()
 
 
-def _some(due: Sequence[Record], count: int) -> list[Record]:
-    """Choose at random, but from tenants in turn: one with a long backlog doesn't keep the others waiting."""
+def choose(due: Sequence[Record], count: int) -> list[Record]:
+    """Choose at random, but from tenants in turn: one with a long backlog doesn't keep the others waiting.
+
+    Where there is room for one alone, each tenant is as likely as the next, however much it has waiting.
+    """
+    tenants = sorted({record.key.tenant for record in due})
+    places = {tenant: place for place, tenant in enumerate(random.sample(tenants, len(tenants)))}
     turns: Counter[str] = Counter()
-    chosen: list[tuple[int, Record]] = []
+    chosen: list[tuple[int, int, Record]] = []
     for record in random.sample(due, len(due)):  # nothing secret
         turns[record.key.tenant] += 1
-        chosen.append((turns[record.key.tenant], record))
-    return [record for _, record in sorted(chosen, key=lambda choice: choice[0])[:count]]
+        chosen.append((turns[record.key.tenant], places[record.key.tenant], record))
+    return [record for _, _, record in sorted(chosen, key=lambda choice: choice[:2])[:count]]
 
 
 class BackgroundWorker(DueWork):
@@ -98,3 +103,5 @@ class Rescuer(DueWork):
     """Takes over stale work of every kind, whether or not a caller comes back for it."""
 
     abandoned = True
+    # Nobody waits for it but by chance, and each look costs an idle process a part of its time.
+    poll_interval_s = 0.5

@@ -553,7 +553,7 @@ async def test_who_may_not_call_causes_no_look_up(inside) -> None:
 
 
 async def test_refusals_end_with_a_look_up(inside) -> None:
-    """What is refused after the caller is known makes no change behind the refusal.
+    """What is refused after the caller is known makes no change behind the refusal; only a mismatch is counted.
 
     grpc/grpc#30306: what follows an abort goes on where its exception is swallowed.
     """
@@ -561,7 +561,7 @@ async def test_refusals_end_with_a_look_up(inside) -> None:
     key = new_key()
     await caller.decide("test.strict", key, {"amount": 1})
     for call, expected in (
-        (lambda: caller.decide("test.strict", key, {"amount": 2}), ["reserve", "read"]),
+        (lambda: caller.decide("test.strict", key, {"amount": 2}), ["reserve", "read", "mismatch"]),
         (lambda: caller.decide("test.strict", new_key(), {}), ["read"]),
         (lambda: caller.decide("test.absent", new_key()), ["read"]),
         (lambda: caller.decide("test.strict", "short"), []),
