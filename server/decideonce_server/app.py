@@ -22,6 +22,7 @@ from prometheus_client import start_http_server
 
 from decideonce.v1.catalog_pb2_grpc import add_CatalogServiceServicer_to_server
 from decideonce.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server
+from decideonce_server import measures
 from decideonce_server.apply import Apply
 from decideonce_server.attempts import Attempts
 from decideonce_server.auth import Authenticator, AuthInterceptor
@@ -43,6 +44,7 @@ from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Ledger
 from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.ledger_tokens import TokenStore
+from decideonce_server.ledger_watch import LedgerWatch
 from decideonce_server.limits import Limits
 from decideonce_server.migrate import check_schema, migrate
 from decideonce_server.ports import reserved_port
@@ -132,7 +134,7 @@ def interceptors(parts: Parts) -> list[grpc.aio.ServerInterceptor]:
     """Give the interceptor chain, the outermost first."""
     return [
         StatusInterceptor(),  # whatever is raised below becomes a status
-        TelemetryInterceptor(),  # counts refusals too
+        TelemetryInterceptor(parts.catalog),  # counts refusals too
         ParseInterceptor(),  # bytes above, messages below
         AuthInterceptor(Authenticator(parts.tokens, parts.callers)),  # before anything is looked up
         IdempotencyInterceptor(  # reserves for callers that may
@@ -263,7 +265,12 @@ async def housekeep(settings: Settings) -> None:
         rescuer = Rescuer(parts.ledger, parts.reserve, parts.decide, parts.attempts, parts.waiters)
         async with (
             _publishing(parts.database, settings, stopping),
-            _loops(parts.catalog.run(), rescuer.run(), Reaper(parts.ledger).run()),
+            _loops(
+                parts.catalog.run(),
+                rescuer.run(),
+                Reaper(parts.ledger).run(),
+                LedgerWatch(parts.database).run(),
+            ),
         ):
             print(f"decideonce housekeeping ready{measured}", flush=True)  # noqa: T201  # the supervisor reads this
             await stopping.asked.wait()
@@ -335,7 +342,8 @@ def _measure(settings: Settings) -> str:
         return ""
     host, port = address(settings.metrics, "--metrics")
     server, _ = start_http_server(port, host)
-    metrics.set_meter_provider(MeterProvider([PrometheusMetricReader()]))
+    metrics.set_meter_provider(MeterProvider([PrometheusMetricReader(scope_info_enabled=False)]))
+    measures.begin()
     return f" metrics on {host}:{server.server_port}"
 
 
@@ -345,6 +353,7 @@ async def _running(settings: Settings) -> AsyncIterator[Parts]:
     if settings.database_url is None:
         raise InvalidSetting("--database-url must be given")
     parts = assemble(database_url(settings.database_url), settings)
+    parts.database.measure_use()
     try:
         await parts.evaluators.start()
         parts.leases.start()
