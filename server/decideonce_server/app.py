@@ -47,6 +47,7 @@ from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.ledger_watch import LedgerWatch
 from decideonce_server.limits import Limits
 from decideonce_server.migrate import check_schema, migrate
+from decideonce_server.otlp import exported_traces
 from decideonce_server.ports import reserved_port
 from decideonce_server.publisher import Publisher
 from decideonce_server.reaper import Reaper
@@ -222,6 +223,7 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
         "DECIDEONCE_MISMATCHES_PER_MINUTE": settings.mismatches_per_minute,
         "DECIDEONCE_EVENTS": settings.events_url or NO_EVENTS,
         "DECIDEONCE_EVENTS_FORMAT": settings.events_format,
+        "DECIDEONCE_OTLP": settings.otlp,
         "DECIDEONCE_DRAIN": f"{settings.drain // timedelta(milliseconds=1)}ms",
         SUPERVISED: "1",
     }
@@ -232,7 +234,7 @@ async def work(settings: Settings) -> None:
     """Answer calls and decide background operations, until asked to stop; one process of an instance."""
     stopping = Stopping()
     measured = _measure(settings)
-    async with _running(settings) as parts:
+    async with exported_traces(settings.otlp), _running(settings) as parts:
         # Left before attempts are ended: what is given back then is for others to take up.
         async with _loops(parts.catalog.run(), parts.worker.run()):
             server, healthy = await _start_server(parts, settings)
@@ -254,14 +256,15 @@ async def housekeep(settings: Settings) -> None:
     """Rescue stale work, apply retention and publish events, until asked to stop.
 
     Raises:
-        UnknownSchema, DatabaseUnreachable, LedgerUnavailable: it can't begin.
+        InvalidSetting, UnknownSchema, DatabaseUnreachable, LedgerUnavailable: it can't begin.
     """
+    settings.check()
     stopping = Stopping()
     if settings.database_url is not None and not os.environ.get(SUPERVISED):
         # A supervisor did so before; and it goes on where the next version's migration has come meanwhile.
         await check_schema(database_url(settings.database_url))
     measured = _measure(settings)
-    async with _running(settings) as parts:
+    async with exported_traces(settings.otlp), _running(settings) as parts:
         rescuer = Rescuer(parts.ledger, parts.reserve, parts.decide, parts.attempts, parts.waiters)
         async with (
             _publishing(parts.database, settings, stopping),
