@@ -42,12 +42,15 @@ bench: setup ## what purging and publishing cost, and what faults do to events: 
 	@PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/delivery.py
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
 
-interop: setup $(INTEROP)/.fetched ## what the tests' own brokers can't show, on Apache Kafka: needs java (17 or later) and mvn
+interop: setup $(INTEROP)/.fetched ## what needs Apache Kafka or Prometheus: needs java (17 or later), mvn, and Debian's apt
 	$(BIN)/pytest -m interop
 
 $(INTEROP)/.fetched: tests/interop/pom.xml | $(STAMP)
 	rm -rf $(INTEROP)
 	mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(INTEROP)/kafka
+	@# Unpacked here and not installed, so no root is needed.
+	mkdir -p $(INTEROP)/prometheus
+	cd $(INTEROP)/prometheus && apt-get -qq -o APT::Sandbox::User=root download prometheus && dpkg-deb -x prometheus_*.deb .
 	@touch $@
 
 check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stubs

@@ -37,8 +37,9 @@ class Stage:
 class LedgerView:
     """What stands in the database, seen beside the service."""
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, url: URL) -> None:
         self.connection = connection
+        self.url = url
 
     async def counts(self) -> tuple[int, int]:
         """Count the rows of the ledger and of the outbox."""

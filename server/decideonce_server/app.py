@@ -22,6 +22,7 @@ from prometheus_client import start_http_server
 
 from decideonce.v1.catalog_pb2_grpc import add_CatalogServiceServicer_to_server
 from decideonce.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server
+from decideonce_server import measures
 from decideonce_server.apply import Apply
 from decideonce_server.attempts import Attempts
 from decideonce_server.auth import Authenticator, AuthInterceptor
@@ -43,8 +44,10 @@ from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Ledger
 from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.ledger_tokens import TokenStore
+from decideonce_server.ledger_watch import LedgerWatch
 from decideonce_server.limits import Limit, Limits
 from decideonce_server.migrate import check_schema, migrate
+from decideonce_server.otlp import exported_traces
 from decideonce_server.ports import reserved_port
 from decideonce_server.publisher import Publisher
 from decideonce_server.reaper import Reaper
@@ -144,7 +147,7 @@ def interceptors(parts: Parts) -> list[grpc.aio.ServerInterceptor]:
     """Give the interceptor chain, the outermost first."""
     return [
         StatusInterceptor(),  # whatever is raised below becomes a status
-        TelemetryInterceptor(),  # counts refusals too
+        TelemetryInterceptor(parts.catalog),  # counts refusals too
         ParseInterceptor(),  # bytes above, messages below
         AuthInterceptor(Authenticator(parts.tokens, parts.callers)),  # before anything is looked up
         IdempotencyInterceptor(  # reserves for callers that may
@@ -235,6 +238,7 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
         "DECIDEONCE_MISMATCHES_PER_MINUTE": settings.mismatches_per_minute,
         "DECIDEONCE_EVENTS": settings.events_url or NO_EVENTS,
         "DECIDEONCE_EVENTS_FORMAT": settings.events_format,
+        "DECIDEONCE_OTLP": settings.otlp,
         "DECIDEONCE_DRAIN": f"{settings.drain // timedelta(milliseconds=1)}ms",
         SUPERVISED: "1",
     }
@@ -245,7 +249,7 @@ async def work(settings: Settings) -> None:
     """Answer calls and decide background operations, until asked to stop; one process of an instance."""
     stopping = Stopping()
     measured = _measure(settings)
-    async with _running(settings) as parts:
+    async with exported_traces(settings.otlp), _running(settings) as parts:
         # Left before attempts are ended: what is given back then is for others to take up.
         async with _loops(parts.catalog.run(), parts.worker.run()):
             server, healthy = await _start_server(parts, settings)
@@ -267,18 +271,24 @@ async def housekeep(settings: Settings) -> None:
     """Rescue stale work, apply retention and publish events, until asked to stop.
 
     Raises:
-        UnknownSchema, DatabaseUnreachable, LedgerUnavailable: it can't begin.
+        InvalidSetting, UnknownSchema, DatabaseUnreachable, LedgerUnavailable: it can't begin.
     """
+    settings.check()
     stopping = Stopping()
     if settings.database_url is not None and not os.environ.get(SUPERVISED):
         # A supervisor did so before; and it goes on where the next version's migration has come meanwhile.
         await check_schema(database_url(settings.database_url))
     measured = _measure(settings)
-    async with _running(settings) as parts:
+    async with exported_traces(settings.otlp), _running(settings) as parts:
         rescuer = Rescuer(parts.ledger, parts.reserve, parts.decide, parts.attempts, parts.waiters)
         async with (
             _publishing(parts.database, settings, stopping),
-            _loops(parts.catalog.run(), rescuer.run(), Reaper(parts.ledger).run()),
+            _loops(
+                parts.catalog.run(),
+                rescuer.run(),
+                Reaper(parts.ledger).run(),
+                LedgerWatch(parts.database).run(),
+            ),
         ):
             print(f"decideonce housekeeping ready{measured}", flush=True)  # noqa: T201  # the supervisor reads this
             await stopping.asked.wait()
@@ -350,7 +360,8 @@ def _measure(settings: Settings) -> str:
         return ""
     host, port = address(settings.metrics, "--metrics")
     server, _ = start_http_server(port, host)
-    metrics.set_meter_provider(MeterProvider([PrometheusMetricReader()]))
+    metrics.set_meter_provider(MeterProvider([PrometheusMetricReader(scope_info_enabled=False)]))
+    measures.begin()
     return f" metrics on {host}:{server.server_port}"
 
 
@@ -360,6 +371,7 @@ async def _running(settings: Settings) -> AsyncIterator[Parts]:
     if settings.database_url is None:
         raise InvalidSetting("--database-url must be given")
     parts = assemble(database_url(settings.database_url), settings)
+    parts.database.measure_use()
     try:
         await parts.evaluators.start()
         parts.leases.start()

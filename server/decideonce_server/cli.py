@@ -42,6 +42,7 @@ listen_settings = _together(
 )
 process_settings = _together(
     setting("--metrics", "Where to serve Prometheus metrics. Without it: nowhere."),
+    setting("--otlp", "Where to send traces by OTLP over gRPC: http://HOST:4317, or https://. Without it: nowhere."),
     setting("--pool-size", "Connections to Postgres, of each process.", type=click.IntRange(1, 1000), default=10),
     setting("--evaluators", "Evaluators of policies, of each process.", type=click.IntRange(2, 1000), default=16),
     setting("--attempts-max", "Attempts of a process at once; more are shed.", type=click.IntRange(1), default=1000),

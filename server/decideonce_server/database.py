@@ -5,13 +5,14 @@ ROLLBACK while the driver reports success: either its rows are there or it raise
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import asyncpg
+from opentelemetry import metrics
 from sqlalchemy import Row, TextClause, event, text
 from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -130,9 +131,23 @@ class Database:
                     result = await connection.execute(statement.clause, parameters)
                 return result.all() if result.returns_rows else ()
 
+    def measure_use(self) -> None:
+        """Tell from now on how many connections the pool may have, and how many are in use."""
+        pool: Any = self.engine.pool
+        meter = metrics.get_meter("decideonce")
+        for name, description, value in (
+            ("pool_size", "Connections to Postgres that this process may use at once", pool.size),
+            ("pool_checked_out", "Connections to Postgres that are in use", pool.checkedout),
+        ):
+            meter.create_observable_gauge(name, [partial(_observe, value)], description=description)
+
     async def close(self) -> None:
         """Close all connections."""
         await self.engine.dispose()
+
+
+def _observe(value: Callable[[], int], _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+    return [metrics.Observation(value())]
 
 
 @contextmanager

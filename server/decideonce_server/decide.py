@@ -9,6 +9,7 @@ import tenacity
 from opentelemetry import metrics
 
 from decideonce.v1 import error_reason_pb2 as reasons
+from decideonce_server import measures, tracing
 from decideonce_server.catalog import OperationContract
 from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.errors import DecisionNotFound, LedgerUnavailable, utc_text
@@ -73,6 +74,7 @@ class Decide:
             "stale_completions",
             description="Attempts that ended after they had lost their lease to another; their results were discarded",
         )
+        self._stale_completions.add(0)
 
     async def decide(self, attempt: Attempt) -> tuple[Record, bool]:
         """Decide, record and give the record, and whether it is this attempt's own.
@@ -91,17 +93,15 @@ class Decide:
         with (
             self._limits.attempt(record.key.tenant),
             self._leases.renewing(record, contract.lease, contract.time_budget),
+            tracing.attempt_span(record.traceparent, record.key.operation, record.key.operation_key, record.attempt),
         ):
             try:
-                end = completion(attempt, contract, policy, await self._evaluate(attempt, contract, policy))
-                if end.size > RESULT_BYTES_MAX:
-                    end = completion(attempt, contract, policy, RESULT_TOO_LARGE)
-                completed = await self._complete(end, contract.lease)
+                end = await self._evaluate(attempt, contract, policy)
+                completed = await self._end(attempt, contract, policy, end)
             except LedgerUnavailable:
                 raise
             except Exception:
-                failure = _failure(DEFECT, record, contract)
-                await self._complete(completion(attempt, contract, policy, failure), contract.lease)
+                await self._end(attempt, contract, policy, _failure(DEFECT, record, contract))
                 raise
         if completed is not None:
             return completed, True
@@ -130,6 +130,22 @@ class Decide:
             failure = FAILURES[type(error)]
         log.info("policy failed", policy=policy.policy_id, version=policy.version, reason=reason_name(failure.reason))
         return _failure(failure, record, contract) if failure.retryable else failure
+
+    async def _end(
+        self,
+        attempt: Attempt,
+        contract: OperationContract,
+        policy: PolicyVersion,
+        end: Evaluation | Failure,
+    ) -> Record | None:
+        with measures.phase("complete"):
+            recorded = completion(attempt, contract, policy, end)
+            if recorded.size > RESULT_BYTES_MAX:
+                recorded = completion(attempt, contract, policy, RESULT_TOO_LARGE)
+            completed = await self._complete(recorded, contract.lease)
+        if completed is not None and end == ATTEMPTS_EXHAUSTED:
+            measures.count_attempts_exhausted()
+        return completed
 
     async def _complete(self, end: Completion, lease: timedelta) -> Record | None:
         """Record the end of an attempt, as long as its lease may last; None where the attempt is no longer the key's.

@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+from decideonce_server import measures
 from decideonce_server.evaluator_process import CARRIED_ERRORS, LENGTH, ORDER, ORDER_ANSWER, ORDER_FORK, message
 from decideonce_server.policy import Effect, Evaluation, PolicyCrashed, PolicyTimeout, PolicyVersion
 from decideonce_server.values import Json
@@ -92,9 +93,11 @@ class Evaluators:
             PolicyCrashed: its evaluator died, or none could be started.
             PolicyFailed, InvalidResult, RetryLater: as Evaluate and Engine say.
         """
-        evaluator = await self._acquire(policy)
+        with measures.phase("queue"):
+            evaluator = await self._acquire(policy)
         try:
-            return await evaluator.evaluate(policy, facts, decision, time_budget.total_seconds())
+            with measures.phase("evaluate"):
+                return await evaluator.evaluate(policy, facts, decision, time_budget.total_seconds())
         except PolicyCrashed:
             exit_code = await asyncio.shield(self._end(evaluator))
             raise PolicyCrashed(f"the evaluator ended with exit code {exit_code}") from None

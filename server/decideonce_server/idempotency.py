@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
+from opentelemetry import metrics
+
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce_server import answers
 from decideonce_server.attempts import Attempts, current_attempt
@@ -19,7 +21,7 @@ from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.database import LOCK_TIMEOUT_MS, LockTimeout
 from decideonce_server.due_work import BackgroundWorker
 from decideonce_server.errors import DeadlineTooShort
-from decideonce_server.ledger import Record
+from decideonce_server.ledger import Record, State
 from decideonce_server.requests import decision_request, wait_of
 from decideonce_server.reserve import DecisionRequest, Reserve
 from decideonce_server.waiting import ANSWER_TIME, Waiters, is_settled
@@ -27,6 +29,8 @@ from decideonce_server.wire import Context, Proceed, UnaryInterceptor, idempoten
 
 # Reserving and answering take a few milliseconds each; with less than this left the caller would hear of neither.
 START_TIME_MIN = timedelta(milliseconds=50)
+# A caller that got no answer asks again within about this time.
+SOON = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,11 @@ class IdempotencyInterceptor(UnaryInterceptor):
         self._waiters = waiters
         self._worker = worker
         self._protected = idempotent_methods()
+        self._replays_soon = metrics.get_meter("decideonce").create_counter(
+            "replays_soon",
+            description="Calls that found a decision made within the last 30 s: the first answer may have been lost",
+        )
+        self._replays_soon.add(0)
 
     async def intercept(self, method: str, request: wire.DecideRequest, context: Context, proceed: Proceed) -> Any:
         """Reserve the call's key and hand it on, or answer from the record."""
@@ -76,6 +85,8 @@ class IdempotencyInterceptor(UnaryInterceptor):
             except LockTimeout:
                 return answers.processing(timedelta(milliseconds=LOCK_TIMEOUT_MS))
             if wait_until is None:
+                if isinstance(begun, Record) and _is_soon(begun):
+                    self._replays_soon.add(1)
                 wait_until = min(await self._wait_until(begun, asked_wait), deadline)
             left = timedelta(seconds=max(0.0, wait_until - _now()))
             answer = await (self._own(begun, left) if isinstance(begun, _Running) else self._others(begun, left))
@@ -120,6 +131,13 @@ class IdempotencyInterceptor(UnaryInterceptor):
 
 def _is_settled_or_abandoned(record: Record) -> bool:
     return is_settled(record) or (record.is_abandoned and not record.background)
+
+
+def _is_soon(record: Record) -> bool:
+    """Tell whether a decision that a call found was made so shortly before that the call may repeat the first."""
+    if record.state not in (State.SUCCEEDED, State.FAILED_FINAL) or record.complete_time is None:
+        return False
+    return record.read_time - record.complete_time <= SOON
 
 
 def _now() -> float:

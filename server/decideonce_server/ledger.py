@@ -108,6 +108,7 @@ class Record:
     key_retained_until: datetime | None
     response: bytes | None
     traceparent: str | None = None
+    complete_time: datetime | None = None
 
     @property
     def is_abandoned(self) -> bool:
@@ -156,7 +157,7 @@ _KEYS = """unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:
 
 _RECORD = """l.bucket, l.tenant, l.operation, l.operation_key, l.decision_id, l.attempt, l.background,
     l.fingerprint_version, l.fingerprint, l.operation_version, l.policy_id, l.policy_version, l.reserve_time,
-    statement_timestamp() AS read_time,
+    l.complete_time, statement_timestamp() AS read_time,
     l.lease_expires_at - statement_timestamp() AS lease_left, l.retry_at - statement_timestamp() AS retry_left,
     l.replayable_until, l.key_retained_until, l.traceparent,
     CASE WHEN l.replayable_until <= statement_timestamp() THEN 5 ELSE l.state END AS state,
@@ -497,4 +498,5 @@ def _record(row: Row[Any]) -> Record:
         key_retained_until=row.key_retained_until,
         response=row.response,
         traceparent=row.traceparent,
+        complete_time=row.complete_time,
     )

@@ -68,6 +68,10 @@ class Publisher:
         self._published = meter.create_counter("outbox_published", description="Events that the sink acknowledged")
         self._retries = meter.create_counter("outbox_retries", description="Events that were sent and not acknowledged")
         self._parked = meter.create_counter("outbox_parkings", description="Events that the sink refused for good")
+        for counter in (self._published, self._retries):
+            counter.add(0)
+        for refusal in Refusal:
+            self._parked.add(0, {"reason": refusal.value})
         for name, callback, unit, description in (
             ("outbox_pending", self._observe_pending, "1", "Events that wait to be published"),
             ("outbox_parked", self._observe_parked, "1", "Events that can't be published, until an operator helps"),

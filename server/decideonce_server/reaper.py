@@ -34,6 +34,8 @@ class Reaper:
         meter = metrics.get_meter("decideonce")
         self._tombstoned = meter.create_counter("tombstoned", description="Answers that were purged after retention")
         self._purged = meter.create_counter("purged", description="Tombstones that were deleted after retention")
+        for counter in (self._tombstoned, self._purged):
+            counter.add(0)
 
     async def run(self) -> None:
         """Make rounds, again and again."""

@@ -10,7 +10,7 @@ from uuid_utils.compat import uuid7
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce.v1 import error_reason_pb2 as reasons
 from decideonce.v1 import events_pb2
-from decideonce_server import outbox, values
+from decideonce_server import outbox, tracing, values
 from decideonce_server.catalog import OperationContract
 from decideonce_server.fingerprint import fingerprint_text
 from decideonce_server.ledger import Attempt, Completion, Record, State
@@ -159,5 +159,5 @@ def _event(
         type=event.type,
         payload=event.SerializeToString(deterministic=True),
         topic=topic,
-        traceparent=record.traceparent,
+        traceparent=tracing.traceparent(record.traceparent),
     )

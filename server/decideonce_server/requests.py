@@ -1,6 +1,5 @@
 """Reads what requests say, and refuses what is malformed, naming the field and the rule."""
 
-import re
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -8,6 +7,7 @@ from google.protobuf import duration_pb2
 
 from decideonce.keys import OPERATION_KEY_RULE, is_operation_key
 from decideonce.v1 import decision_service_pb2 as wire
+from decideonce_server import tracing
 from decideonce_server.catalog import NAME_RULE
 from decideonce_server.errors import InvalidOperationKey, InvalidRequest, Violation
 from decideonce_server.ledger import Key
@@ -19,7 +19,6 @@ DURATION_SECONDS_MAX = 315_576_000_000
 NANOSECONDS = 1_000_000_000
 # Facts that a policy decides on are small; documents belong elsewhere, under a reference.
 REQUEST_BYTES_MAX = 1024 * 1024
-TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def decision_request(
@@ -36,15 +35,8 @@ def decision_request(
         key=decision_key(tenant, request),
         facts=request.facts,
         policy_version=request.policy_version if request.HasField("policy_version") else None,
-        traceparent=_traceparent(metadata),
+        traceparent=tracing.traceparent(tracing.caller_traceparent(metadata)),
     )
-
-
-def _traceparent(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """Find the caller's place in its trace; one that is malformed counts as none (W3C Trace Context, 3.2.2)."""
-    given = [value for name, value in metadata if name == "traceparent"]
-    is_usable = len(given) == 1 and isinstance(given[0], str) and TRACEPARENT.fullmatch(given[0])
-    return str(given[0]) if is_usable else None
 
 
 def decision_key(tenant: str, request: wire.DecideRequest | wire.GetDecisionStatusRequest) -> Key:

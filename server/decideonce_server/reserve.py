@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from google.protobuf import struct_pb2
 from uuid_utils.compat import uuid7
 
+from decideonce_server import measures
 from decideonce_server.catalog import Execution
 from decideonce_server.catalog_reader import CatalogReader, Operation
 from decideonce_server.database import ConnectionLost
@@ -60,6 +61,10 @@ class Reserve:
             MismatchRateLimited: another request is recorded under this key, and the tenant has had too many of those.
             LedgerUnavailable, LockTimeout: see Ledger.
         """
+        with measures.phase("reserve"):
+            return await self._reserve_or_find(request)
+
+    async def _reserve_or_find(self, request: DecisionRequest) -> Attempt | Record:
         tenant = request.key.tenant
         reservation = self._limits.new_key(tenant) or await self._judge(request)
         while True:
@@ -127,8 +132,15 @@ class Reserve:
         if record.attempt >= operation.contract.max_attempts:
             policy = await self._catalog.policy_version(record.policy_id, record.policy_version)
             end = completion(Attempt(record, b""), operation.contract, policy, ATTEMPTS_EXHAUSTED)
-            return (await self._ledger.complete([replace(end, abandoned=True)]))[0]
-        return (await self._ledger.take_over([record], [operation.contract.lease]))[0]
+            (ended,) = await self._ledger.complete([replace(end, abandoned=True)])
+            if ended is not None:
+                measures.count_attempts_exhausted()
+            return ended
+        (taken,) = await self._ledger.take_over([record], [operation.contract.lease])
+        # A background decision's first attempt takes over from nobody.
+        if taken is not None and record.attempt > 0:
+            measures.count_takeover(after_failure=record.state is State.FAILED_RETRYABLE)
+        return taken
 
 
 def _record_of(found: Attempt | Record) -> Record:

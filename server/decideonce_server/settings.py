@@ -4,6 +4,7 @@ import ipaddress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 # In the data directory, in embedded mode.
 EVENTS_FILE = "events.jsonl"
@@ -27,6 +28,7 @@ class Settings:
     data_dir: Path = Path(".decideonce")
     catalog: Path | None = None
     metrics: str | None = None
+    otlp: str | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
@@ -61,6 +63,10 @@ class Settings:
         host, _ = address(self.listen, "--listen")
         if self.metrics is not None:
             address(self.metrics, "--metrics")
+        if self.otlp is not None and not (
+            urlsplit(self.otlp).hostname and self.otlp.startswith(("http://", "https://"))
+        ):
+            raise InvalidSetting("--otlp must be http://HOST:PORT, or https://HOST:PORT for TLS")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidSetting("--tls-certificate and --tls-key go together")
         if self.tls_client_ca is not None and self.tls_certificate is None:

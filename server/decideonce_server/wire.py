@@ -4,6 +4,7 @@ grpc.aio gives an interceptor the method but not the request, so each wraps the 
 """
 
 from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import grpc
@@ -24,6 +25,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Proceed: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 # grpc.RpcMethodHandler; its type stubs describe synchronous servers only.
 Handler: TypeAlias = Any
+
+# The call's request once it is parsed, for what lies above parsing.
+current_request: ContextVar[Any] = ContextVar("current_request", default=None)
 
 
 def method_path(method: MethodDescriptor) -> str:
@@ -99,7 +103,9 @@ class ParseInterceptor(UnaryInterceptor):
         proceed = handler.unary_unary
 
         async def parsed(data: bytes, context: Context) -> bytes:
-            response = await proceed(parse(deserialize, data), context)
+            request = parse(deserialize, data)
+            current_request.set(request)
+            response = await proceed(request, context)
             return response if isinstance(response, bytes) else serialize(response)
 
         return grpc.unary_unary_rpc_method_handler(parsed)

@@ -75,7 +75,7 @@ async def view(stage: Stage) -> AsyncIterator[LedgerView]:
     """Give a view of what the module's service wrote."""
     connection = await connect(stage.url)
     try:
-        yield LedgerView(connection)
+        yield LedgerView(connection, stage.url)
     finally:
         await connection.close()
 
