@@ -45,7 +45,7 @@ bench: setup ## what purging and publishing cost, and what faults do to events: 
 interop: setup $(INTEROP)/.fetched ## what needs Apache Kafka or Prometheus: needs java (17 or later), mvn, and Debian's apt
 	$(BIN)/pytest -m interop
 
-$(INTEROP)/.fetched: tests/interop/pom.xml | $(STAMP)
+$(INTEROP)/.fetched: tests/interop/pom.xml Makefile | $(STAMP)
 	rm -rf $(INTEROP)
 	mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(INTEROP)/kafka
 	@# Unpacked here and not installed, so no root is needed.

@@ -282,12 +282,13 @@ async def test_one_endpoint_tells_of_all_processes(database_url, start_service, 
 
 
 async def test_watch_tells_of_open_and_overdue_records(
-    stage: Stage, caller: Caller, view: LedgerView, database_url, database: Database, observer
+    stage: Stage, caller: Caller, view: LedgerView, database: Database
 ) -> None:
     """Counted is what is PROCESSING and what has been due for over a minute; the oldest overdue answer has its age."""
     watch = LedgerWatch(database)
     assert Load(0, 0, timedelta(0)) == await watch.look()
-    of_stage = LedgerWatch(Database(stage.url, pool_size=1))
+    database_of_stage = Database(stage.url, pool_size=1)
+    of_stage = LedgerWatch(database_of_stage)
     before = await of_stage.look()
     overdue, stale = new_key(), new_key()
     await caller.decide(OPERATION, overdue)
@@ -297,6 +298,7 @@ async def test_watch_tells_of_open_and_overdue_records(
         stale, "state = 1, response = NULL, complete_time = NULL, lease_expires_at = now() - interval '1 hour'"
     )
     load = await of_stage.look()
+    await database_of_stage.close()
     assert (before.processing + 1, before.stale + 1) == (load.processing, load.stale)
     assert timedelta(days=3) <= load.purge_delay <= timedelta(days=3, minutes=1)
 
