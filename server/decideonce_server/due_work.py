@@ -7,16 +7,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 import structlog
+from cachetools import TTLCache
 
 from decideonce_server.attempts import Attempts
 from decideonce_server.decide import Decide
 from decideonce_server.errors import LedgerUnavailable
-from decideonce_server.ledger import Attempt, Ledger, Record
+from decideonce_server.ledger import Attempt, Key, Ledger, Record
 from decideonce_server.reserve import Reserve
 from decideonce_server.waiting import Waiters
 
 # How many decisions one process makes at once; a policy itself is held to half of its evaluators.
 PARALLEL_MAX = 16
+# A record that a defect kept from being taken up is tried again after this long.
+DEFECTIVE_S = 60.0
+DEFECTIVE_MAX = 1000
 # Processes that look at the same moment see the same work: each picks from more than it takes, so that few collide.
 CHOICE = 4
 
@@ -39,6 +43,7 @@ class DueWork:
         self._waiters = waiters
         self._poked = asyncio.Event()
         self._free = PARALLEL_MAX
+        self._defective: TTLCache[Key, None] = TTLCache(DEFECTIVE_MAX, DEFECTIVE_S)
 
     def poke(self) -> None:
         """Look for work now: there is some, or room for more."""
@@ -59,9 +64,16 @@ class DueWork:
         if not self._free:
             return
         due = await self._ledger.due(PARALLEL_MAX * CHOICE, abandoned=self.abandoned)
-        for record in choose(due, self._free):
+        for record in choose([record for record in due if record.key not in self._defective], self._free):
             # Ending this loop must not leave a lease to nobody.
-            await asyncio.shield(self._attempts.start(self._take_over(record)))
+            taking = self._attempts.start(self._take_over(record))
+            await asyncio.wait({taking})
+            error = taking.exception()
+            if isinstance(error, LedgerUnavailable):
+                raise error
+            if error is not None:
+                # Attempts told of it. One record that can't be taken up must not keep all others waiting.
+                self._defective[record.key] = None
 
     async def _take_over(self, record: Record) -> None:
         taken = await self._reserve.take_over(record)

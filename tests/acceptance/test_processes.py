@@ -176,3 +176,24 @@ async def test_tenant_with_a_backlog_leaves_room_for_others(database_url, observ
     )
     assert 32 >= made
     assert 50 <= await observer.fetchval("SELECT count(*) FROM ledger WHERE state = 1")
+
+
+async def test_record_that_can_not_be_taken_up_keeps_no_other_waiting(
+    database_url, observer, start, connect_caller
+) -> None:
+    """Abandoned work that names a version that isn't stored is told of in the log, and housekeeping goes on."""
+    service = start()
+    caller = connect_caller(service, await make_token(database_url, "acme"))
+    lost, left = new_key(), new_key()
+    for key in (lost, left):
+        await caller.decide("process.echo", key)
+        await observer.execute(
+            """UPDATE ledger SET state = 1, response = NULL, complete_time = NULL, lease_expires_at = now(),
+            operation_version = CASE WHEN $2 THEN 999 ELSE 1 END WHERE operation_key = $1""",
+            key,
+            key == lost,
+        )
+        if key == lost:
+            await until(lambda: "an attempt ended with a defect" in service.log.read_text())
+    assert SUCCEEDED == (await caller.status("process.echo", left, max_wait=20)).status
+    assert "is replaced" not in service.log.read_text()
