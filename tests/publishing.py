@@ -178,8 +178,8 @@ class PublisherProcess:
         with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as response:
             return response.read().decode()
 
-    async def until_metric(self, name: str, holds: Callable[[float], bool]) -> float:
-        """Wait until something holds of a metric's value, and give that."""
+    async def until_metric(self, name: str, holds: Callable[[float], bool], within: float = 60.0) -> float:
+        """Wait until something holds of a metric's value, and give that; longer than several tries of a sink take."""
         value = 0.0
 
         async def is_so() -> bool:
@@ -187,7 +187,7 @@ class PublisherProcess:
             value = (await self.metrics()).get(name, 0)
             return holds(value)
 
-        await until(is_so)
+        await until(is_so, within)
         return value
 
 
