@@ -53,7 +53,9 @@ class DueWork:
         """Take up what is due, several times a second or when poked."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poked.wait(), self.poll_interval_s)
+                # Not wait_for: in Python 3.11 it can lose a cancellation that comes together with a poke.
+                async with asyncio.timeout(self.poll_interval_s):
+                    await self._poked.wait()
             self._poked.clear()
             try:
                 await self._take_up()

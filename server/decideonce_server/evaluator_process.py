@@ -57,7 +57,11 @@ def message(content: dict[str, Any]) -> bytes:
 def run_fork_server(orders: socket.socket) -> None:
     """Fork and reap as ordered, until the main process closes the socket or is gone."""
     while True:
-        order, descriptors, _, _ = socket.recv_fds(orders, ORDER.size, 1)
+        try:
+            order, descriptors, _, _ = socket.recv_fds(orders, ORDER.size, 1)
+        except ConnectionResetError:
+            # It was killed before it had read an answer.
+            return
         if not order:
             return
         (pid,) = ORDER.unpack(order)

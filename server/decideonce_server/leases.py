@@ -94,7 +94,8 @@ class LeaseKeeper:
                 now = time.monotonic()
                 self._next_look = min([now + IDLE_INTERVAL_S, *(h.renew_at for h in list(self._held.values()))])
                 try:
-                    await asyncio.wait_for(self._wake.wait(), max(0.0, self._next_look - now))
+                    async with asyncio.timeout(max(0.0, self._next_look - now)):
+                        await self._wake.wait()
                 except TimeoutError:
                     continue
         finally:

@@ -110,7 +110,8 @@ class Publisher:
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     async def _round(self) -> bool:
         """Publish what waits, up to one set of each key's next events and theirs; tell whether there was anything."""
