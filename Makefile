@@ -31,7 +31,8 @@ demo: setup ## the same, then stop
 	@$(BIN)/python tools/demo.py
 
 test: setup ## all tests, on a PostgreSQL of their own
-	$(BIN)/pytest -n 2 --dist worksteal
+	@# More than two cores' worth: many tests wait for leases, limits and processes.
+	$(BIN)/pytest -n 3 --dist worksteal
 
 chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=10] [SEED=…]
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
