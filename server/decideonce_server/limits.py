@@ -14,6 +14,7 @@ from limits import RateLimitItemPerSecond
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 
+from decideonce_server.database import LockTimeout
 from decideonce_server.errors import MismatchRateLimited, Overloaded
 from decideonce_server.ledger import Ledger
 
@@ -78,7 +79,11 @@ class Limits:
         """
         left = self._limited_until.get(tenant, 0.0) - time.monotonic()
         if left <= 0:
-            count, left = await self._ledger.count_mismatch(tenant)
+            try:
+                count, left = await self._ledger.count_mismatch(tenant)
+            except LockTimeout:
+                # Others of this tenant are being counted, by commits that take long: that says nothing of this key.
+                return
             if count <= self._limit.mismatches_per_minute:
                 return
             self._limited_until[tenant] = time.monotonic() + left

@@ -136,3 +136,18 @@ async def test_sizes_are_published_and_kept(database_url, observer, tmp_path, st
         answer = await caller.decide("test.echo", new_key(), facts)
         assert (wire.DECISION_STATUS_FAILED_FINAL, "RESULT_TOO_LARGE") == (answer.status, answer.failure.reason)
     assert 2 == await observer.fetchval("SELECT count(*) FROM outbox WHERE octet_length(payload) < 1000")
+
+
+async def test_mismatch_that_can_not_be_counted_is_one_all_the_same(
+    database_url, observer, tmp_path, start_service, connect_caller
+) -> None:
+    """While another's count stays locked, a key that is reused is refused as such, and not told to be in progress."""
+    catalog = write_catalog(tmp_path / "catalog", *ECHO)
+    service = start_service("--catalog", str(catalog))
+    caller = connect_caller(service, await make_token(database_url, "acme"))
+    key = new_key()
+    await caller.decide("test.echo", key)
+    await observer.execute("BEGIN")
+    await observer.execute("LOCK TABLE mismatch")
+    assert "OPERATION_KEY_REUSED" == (await refused(caller.decide("test.echo", key, {"echo": {"i": 1}}))).reason
+    await observer.execute("ROLLBACK")
