@@ -4,6 +4,8 @@ Every hot table starts its primary key with `bucket`, the first byte of SHA-256 
 divide their work by it, and it can distribute the tables. Statements join only within a bucket.
 """
 
+from typing import Any
+
 from sqlalchemy import (
     ARRAY,
     BigInteger,
@@ -26,8 +28,6 @@ metadata = MetaData(
     naming_convention={"pk": "%(table_name)s_pkey", "ck": "%(table_name)s_%(constraint_name)s_check"},
 )
 
-# Where events went before operations could name a topic.
-DEFAULT_TOPIC = "decideonce.events"
 BUCKET_RULE = "bucket = get_byte(sha256(convert_to(operation_key, 'UTF8')), 0)"
 
 ledger = Table(
@@ -80,21 +80,29 @@ ledger = Table(
     Index("ledger_retained", "bucket", "key_retained_until", postgresql_where=text("state = 5")),
 )
 
+
+def _event_columns() -> list[Column[Any]]:
+    return [
+        Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
+        # A UUIDv7: events of one operation key sort in the order in which they happened.
+        Column("id", Uuid, primary_key=True),
+        Column("tenant", Text, nullable=False),
+        Column("operation", Text, nullable=False),
+        Column("operation_key", Text, nullable=False),
+        # The column names of Debezium's outbox event router.
+        Column("aggregatetype", Text, nullable=False),
+        Column("aggregateid", Text, nullable=False),
+        Column("type", Text, nullable=False),
+        Column("payload", LargeBinary, nullable=False),
+    ]
+
+
 outbox = Table(
     "outbox",
     metadata,
-    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
-    # A UUIDv7: events of one operation key sort in the order in which they happened.
-    Column("id", Uuid, primary_key=True),
-    Column("tenant", Text, nullable=False),
-    Column("operation", Text, nullable=False),
-    Column("operation_key", Text, nullable=False),
-    # The column names of Debezium's outbox event router.
-    Column("aggregatetype", Text, nullable=False),
-    Column("aggregateid", Text, nullable=False),
-    Column("type", Text, nullable=False),
-    Column("payload", LargeBinary, nullable=False),
-    Column("topic", Text, nullable=False, server_default=DEFAULT_TOPIC),
+    *_event_columns(),
+    # The default is for the version that knew no topics.
+    Column("topic", Text, nullable=False, server_default="decideonce.events"),
     Column("traceparent", Text),
     CheckConstraint(BUCKET_RULE, name="bucket"),
 )
@@ -103,15 +111,7 @@ outbox = Table(
 outbox_parked = Table(
     "outbox_parked",
     metadata,
-    Column("bucket", SmallInteger, primary_key=True, autoincrement=False),
-    Column("id", Uuid, primary_key=True),
-    Column("tenant", Text, nullable=False),
-    Column("operation", Text, nullable=False),
-    Column("operation_key", Text, nullable=False),
-    Column("aggregatetype", Text, nullable=False),
-    Column("aggregateid", Text, nullable=False),
-    Column("type", Text, nullable=False),
-    Column("payload", LargeBinary, nullable=False),
+    *_event_columns(),
     Column("topic", Text, nullable=False),
     Column("traceparent", Text),
     Column("reason", Text, nullable=False),

@@ -11,12 +11,13 @@ import pytest
 from decideonce import events
 from decideonce.v1.events_pb2 import DecisionEvent
 from decideonce_server import events_url, publisher
+from decideonce_server.catalog import DEFAULT_TOPIC
 from decideonce_server.cli import cli
 from decideonce_server.cloudevent import PayloadFormat, message_of
 from decideonce_server.outbox import Event
 from decideonce_server.settings import NO_EVENTS
 from decideonce_server.sink import Refusal
-from decideonce_server.tables import DEFAULT_TOPIC, outbox
+from decideonce_server.tables import outbox
 
 PAGE = (Path(__file__).parents[2] / "docs/events.md").read_text()
 URLS = r"`((?:kafka|nats|tls|log):[^`]*|none)`"
