@@ -45,7 +45,7 @@ from decideonce_server.ledger import Ledger
 from decideonce_server.ledger_catalog import CatalogStore
 from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.ledger_watch import LedgerWatch
-from decideonce_server.limits import Limit, Limits
+from decideonce_server.limits import Limits
 from decideonce_server.migrate import check_schema, migrate
 from decideonce_server.otlp import exported_traces
 from decideonce_server.ports import reserved_port
@@ -115,13 +115,7 @@ def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
     ledger = Ledger(database)
     attempts = Attempts()
     waiters = Waiters(ledger, settings.waiters_per_tenant)
-    limit = Limit(
-        attempts=settings.attempts_max,
-        attempts_per_tenant=settings.attempts_per_tenant,
-        new_keys_per_second=settings.new_keys_per_second,
-        mismatches_per_minute=settings.mismatches_per_minute,
-    )
-    limits = Limits(limit, ledger)
+    limits = Limits(settings, ledger)
     reserve = Reserve(ledger, catalog, limits)
     leases = LeaseKeeper(Database(url, pool_size=1))
     decide = Decide(ledger, catalog, evaluators, leases, limits)

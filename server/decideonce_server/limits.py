@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 from limits import RateLimitItemPerSecond
@@ -17,29 +16,25 @@ from limits.strategies import MovingWindowRateLimiter
 from decideonce_server.database import LockTimeout
 from decideonce_server.errors import MismatchRateLimited, Overloaded
 from decideonce_server.ledger import Ledger
+from decideonce_server.settings import Settings
 
 # A full process tells callers to come back when a part of its work is done: attempts take milliseconds to a second.
 OVERLOAD_RETRY_AFTER = timedelta(seconds=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The limits: attempts and new keys are counted by each process, mismatches by all of them together."""
-
-    attempts: int = 1000
-    attempts_per_tenant: int = 500
-    new_keys_per_second: int = 1000
-    mismatches_per_minute: int = 600
-
-
 class Limits:
-    """The limits of one process, and how near it and its tenants are to them."""
+    """How near this process and its tenants are to what the settings allow.
 
-    def __init__(self, limit: Limit, ledger: Ledger) -> None:
-        self._limit = limit
+    Attempts and new keys are counted by each process, mismatches by all of them together.
+    """
+
+    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+        self._settings = settings
         self._ledger = ledger
+        # By tenant.
         self._attempts: Counter[str] = Counter()
-        self._new_keys = RateLimitItemPerSecond(limit.new_keys_per_second)
+        self._reserving: Counter[str] = Counter()
+        self._new_keys = RateLimitItemPerSecond(settings.new_keys_per_second)
         self._limiter = MovingWindowRateLimiter(MemoryStorage())
         # Until when a tenant has had its mismatches, by this process's monotonic clock.
         self._limited_until: dict[str, float] = {}
@@ -47,24 +42,25 @@ class Limits:
     @contextmanager
     def attempt(self, tenant: str) -> Iterator[None]:
         """Count an attempt as long as the block runs."""
-        self._attempts[tenant] += 1
-        try:
+        with _counted(self._attempts, tenant):
             yield
-        finally:
-            self._attempts[tenant] -= 1
-            if not self._attempts[tenant]:
-                del self._attempts[tenant]
+
+    @contextmanager
+    def reserving(self, tenant: str) -> Iterator[None]:
+        """Count what may become an attempt: of many at the same moment no more begin than there is room for."""
+        with _counted(self._reserving, tenant), _counted(self._attempts, tenant):
+            yield
 
     def new_work(self, tenant: str) -> Overloaded | None:
         """Give the refusal of new work; None where there is room for it."""
-        is_full = self._attempts.total() >= self._limit.attempts
-        is_full = is_full or self._attempts[tenant] >= self._limit.attempts_per_tenant
+        is_full = self._attempts.total() >= self._settings.attempts_max
+        is_full = is_full or self._attempts[tenant] >= self._settings.attempts_per_tenant
         return Overloaded(OVERLOAD_RETRY_AFTER) if is_full else None
 
     def new_key(self, tenant: str) -> Overloaded | None:
-        """Give the refusal of a new key; None where the tenant may have one."""
-        refused = not self._limiter.test(self._new_keys, tenant)
-        return Overloaded(OVERLOAD_RETRY_AFTER) if refused else self.new_work(tenant)
+        """Give the refusal of a new key, to one that is reserving; None where the tenant may have one."""
+        left = self._limiter.get_window_stats(self._new_keys, tenant).remaining
+        return None if self._reserving[tenant] <= left else Overloaded(OVERLOAD_RETRY_AFTER)
 
     def count_new_key(self, tenant: str) -> None:
         """Count a key that was reserved."""
@@ -84,7 +80,18 @@ class Limits:
             except LockTimeout:
                 # Others of this tenant are being counted, by commits that take long: that says nothing of this key.
                 return
-            if count <= self._limit.mismatches_per_minute:
+            if count <= self._settings.mismatches_per_minute:
                 return
             self._limited_until[tenant] = time.monotonic() + left
         raise MismatchRateLimited(timedelta(seconds=max(1.0, left)))
+
+
+@contextmanager
+def _counted(counter: Counter[str], tenant: str) -> Iterator[None]:
+    counter[tenant] += 1
+    try:
+        yield
+    finally:
+        counter[tenant] -= 1
+        if not counter[tenant]:
+            del counter[tenant]

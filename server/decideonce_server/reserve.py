@@ -5,6 +5,7 @@ catalog. So a catalog change never breaks a safe resend.
 """
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from google.protobuf import struct_pb2
@@ -21,6 +22,7 @@ from decideonce_server.errors import (
     OperationKeyExpired,
     OperationKeyReused,
     OperationNotFound,
+    Overloaded,
     PolicyVersionNotFound,
 )
 from decideonce_server.facts import AcceptedFacts
@@ -61,12 +63,14 @@ class Reserve:
             MismatchRateLimited: another request is recorded under this key, and the tenant has had too many of those.
             LedgerUnavailable, LockTimeout: see Ledger.
         """
-        with measures.phase("reserve"):
-            return await self._reserve_or_find(request)
-
-    async def _reserve_or_find(self, request: DecisionRequest) -> Attempt | Record:
         tenant = request.key.tenant
-        reservation = self._limits.new_key(tenant) or await self._judge(request)
+        overloaded = self._limits.new_work(tenant)
+        with measures.phase("reserve"), self._limits.reserving(tenant) if overloaded is None else nullcontext():
+            return await self._reserve_or_find(request, overloaded)
+
+    async def _reserve_or_find(self, request: DecisionRequest, overloaded: Overloaded | None) -> Attempt | Record:
+        tenant = request.key.tenant
+        reservation = overloaded or self._limits.new_key(tenant) or await self._judge(request)
         while True:
             found = await self._reserve_or_read(request.key, reservation)
             if isinstance(reservation, Reservation) and _record_of(found).decision_id == reservation.decision_id:
@@ -78,7 +82,7 @@ class Reserve:
                 raise OperationKeyExpired(str(found.decision_id), found.replayable_until, found.key_retained_until)
             if found.background or not (found.is_abandoned or found.state is State.FAILED_RETRYABLE):
                 return found
-            if overloaded := self._limits.new_work(tenant):
+            if overloaded is not None:
                 raise overloaded
             next_attempt = await self.take_over(found)
             if next_attempt is not None:

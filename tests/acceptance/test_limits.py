@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from decideonce.v1 import decision_service_pb2 as wire
-from harness import make_token, new_key, refused, write_catalog
+from harness import call_error, make_token, new_key, refused, write_catalog
 
 
 async def test_overload_sheds_new_work_and_answers_what_is_recorded(
@@ -80,6 +80,26 @@ async def test_tenant_that_fills_its_part_leaves_the_rest_to_others(
     assert "OVERLOADED" == (await refused(caller.decide("test.echo", new_key()))).reason
     assert wire.DECISION_STATUS_SUCCEEDED == (await other.decide("test.echo", new_key())).status
     await asyncio.gather(*running)
+
+
+async def test_calls_at_the_same_moment_begin_no_more_than_there_is_room_for(
+    database_url, observer, tmp_path, start_service, connect_caller
+) -> None:
+    """Of many calls that come before any has begun, those above the limit are shed and write nothing."""
+    catalog = write_catalog(tmp_path / "catalog", *ECHO)
+    service = start_service("--catalog", str(catalog), "--attempts-max", "5")
+    caller = connect_caller(service, await make_token(database_url, "acme"))
+    await caller.decide("test.echo", new_key())
+    slow = {"do": "sleep", "seconds": 3}
+    calls = await asyncio.gather(
+        *(caller.decide("test.echo", new_key(), slow) for _ in range(100)), return_exceptions=True
+    )
+    shed = [call_error(call).reason for call in calls if isinstance(call, grpc.RpcError)]
+    assert {"OVERLOADED"} == set(shed)
+    begun = await observer.fetchval("SELECT count(*) FROM ledger")
+    assert 101 == begun + len(shed)
+    # One and those of the limit; a few more find room between a reservation and its attempt.
+    assert 6 <= begun < 16
 
 
 async def test_new_keys_of_a_tenant_are_limited_by_the_second(
