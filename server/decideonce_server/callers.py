@@ -29,7 +29,7 @@ from ruamel.yaml.error import YAMLError
 
 from decideonce_server import json_schema
 from decideonce_server.errors import Violation
-from decideonce_server.identity import TENANT_PATTERN, Caller, Role
+from decideonce_server.identity import TENANT_PATTERN, Caller, Role, is_tenant
 
 # Signatures that the issuer alone can make; with a shared secret every service that checks could.
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -107,15 +107,18 @@ class Issuer:
     def caller(self, claims: Mapping[str, Any]) -> Caller | None:
         """Give the caller that verified claims stand for; None where they stand for none."""
         tenant = claims.get(self.tenant_claim)
-        if not isinstance(tenant, str) or not any(fnmatchcase(tenant, glob) for glob in self.tenants):
+        if not isinstance(tenant, str) or not is_tenant(tenant):
             return None
-        roles = self.roles
-        if self.roles_claim is not None:
-            named = claims.get(self.roles_claim)
-            listed = named.split() if isinstance(named, str) else named
-            known = {role.value for role in Role}
-            roles = frozenset(role for role in listed if role in known) if isinstance(listed, list) else frozenset()
-        return Caller.of(f"jwt:{claims.get('sub', '')}", tenant, roles, self.operations)
+        if not any(fnmatchcase(tenant, glob) for glob in self.tenants):
+            return None
+        roles = self.roles if self.roles_claim is None else _roles(claims.get(self.roles_claim))
+        return Caller(f"jwt:{claims.get('sub', '')}", tenant, roles, self.operations)
+
+
+def _roles(claimed: object) -> frozenset[str]:
+    """Read the roles that a claim names, in a list or with spaces between; what is none of ours counts for nothing."""
+    named = claimed.split() if isinstance(claimed, str) else claimed
+    return frozenset(role.value for role in Role if isinstance(named, list) and role.value in named)
 
 
 @dataclass(frozen=True, slots=True)

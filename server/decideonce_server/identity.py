@@ -1,7 +1,6 @@
 """A caller: whose it is, and what it may do."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -32,11 +31,6 @@ class Caller:
     tenant: str
     roles: frozenset[str]
     operations: tuple[str, ...]
-
-    @classmethod
-    def of(cls, name: str, tenant: str, roles: Iterable[str], operations: tuple[str, ...]) -> "Caller | None":
-        """Make a caller of what somebody else says; None where that can't be a tenant."""
-        return cls(name, tenant, frozenset(roles), operations) if is_tenant(tenant) else None
 
     def may_use(self, operation: str) -> bool:
         """Tell whether the caller may use an operation."""

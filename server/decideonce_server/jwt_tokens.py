@@ -17,6 +17,8 @@ from decideonce_server.identity import Caller
 LEEWAY_S = 30
 # A token names a key that isn't known: its issuer may have new ones. Asked no more often than this, whoever calls.
 REFRESH_INTERVAL_S = 30.0
+# A key that its issuer has withdrawn is refused everywhere after this long.
+KEYS_AGE_MAX_S = 300.0
 FETCH_WITHIN_S = 3.0
 # Larger ones are nobody's: gRPC's own limit of all metadata is 8 KB.
 TOKEN_LENGTH_MAX = 8192
@@ -24,22 +26,40 @@ TOKEN_LENGTH_MAX = 8192
 log = structlog.get_logger()
 
 
-class IssuerKeys:
-    """The keys of one issuer, from its URL or file, read when a token names one that isn't known."""
+# What the library raises for a token that can't be right; the last three for numbers and types that JSON allows.
+INVALID_TOKEN = (jwt.PyJWTError, OverflowError, TypeError, ValueError)
 
-    def __init__(self, source: str) -> None:
+
+class IssuerKeys:
+    """The keys of one issuer, from its URL or file: read anew now and then, and when a token names an unknown one.
+
+    While they can't be read those that are known go on, so that an issuer's outage isn't ours.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        refresh_interval_s: float = REFRESH_INTERVAL_S,
+        age_max_s: float = KEYS_AGE_MAX_S,
+    ) -> None:
         self._source = source
+        self._refresh_interval_s = refresh_interval_s
+        self._age_max_s = age_max_s
         self._keys: dict[str | None, jwt.PyJWK] = {}
         self._read_at = float("-inf")
         self._reading = asyncio.Lock()
 
     async def key(self, key_id: str | None) -> jwt.PyJWK | None:
         """Give the key of this id; None where the issuer has none."""
-        if key_id not in self._keys:
+        if self._is_due(key_id):
             async with self._reading:
-                if key_id not in self._keys and time.monotonic() > self._read_at + REFRESH_INTERVAL_S:
+                if self._is_due(key_id):
                     await self._read()
         return self._keys.get(key_id)
+
+    def _is_due(self, key_id: str | None) -> bool:
+        age_s = time.monotonic() - self._read_at
+        return age_s >= (self._age_max_s if key_id in self._keys else self._refresh_interval_s)
 
     async def _read(self) -> None:
         self._read_at = time.monotonic()
@@ -83,7 +103,7 @@ class JwtVerifier:
                 leeway=LEEWAY_S,
                 options={"require": ["exp", "iss", "aud"]},
             )
-        except jwt.PyJWTError:
+        except INVALID_TOKEN:
             raise Unauthenticated from None
         caller = issuer.caller(claims)
         if caller is None:
@@ -97,7 +117,7 @@ class JwtVerifier:
         try:
             header: dict[str, Any] = jwt.get_unverified_header(token)
             claims: dict[str, Any] = jwt.decode(token, options={"verify_signature": False})
-        except jwt.PyJWTError:
+        except INVALID_TOKEN:
             raise Unauthenticated from None
         issuer = claims.get("iss")
         key_id = header.get("kid")

@@ -1,9 +1,13 @@
 """Who is let in: by certificate, by JWT, and nobody else."""
 
+import functools
 import json
+import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
@@ -15,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from jwt.algorithms import RSAAlgorithm
 
 from decideonce_server.callers import InvalidCallers, read_callers
+from decideonce_server.jwt_tokens import IssuerKeys
 from harness import Caller, ServiceProcess, make_token, new_key, refused, table_policy, write_catalog
 from processes import until
 from stage import ALONE
@@ -159,6 +164,8 @@ async def test_jwt_is_a_caller(start, authority, signing_key) -> None:
         "expired": sign(exp=time.time() - 60),
         "not yet": sign(nbf=time.time() + 60),
         "without an end": sign(exp=None),
+        "an end that is no number": sign(exp="never"),
+        "an end beyond all numbers": sign(exp=float("inf")),
         "another audience": sign(aud="ledger"),
         "another issuer": sign(iss="https://idp.zenith.example/"),
         "no signature": jwt.encode(claims(), None, "none", headers={"kid": "k1"}),
@@ -177,7 +184,7 @@ async def test_jwt_is_a_caller(start, authority, signing_key) -> None:
         async with connected(service, authority, token=token) as caller:
             error = await refused(caller.decide(OPERATION, new_key()))
             assert (what, grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED") == (what, error.code, error.reason)
-    for roles in (["read"], ["root"], None, 7):
+    for roles in (["read"], ["root"], [{"decide": True}, ["decide"]], {"decide": True}, None, 7):
         async with connected(service, authority, token=sign(roles=roles)) as caller:
             error = await refused(caller.decide(OPERATION, new_key()))
             assert (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED") == (error.code, error.reason)
@@ -189,6 +196,59 @@ def forged(public_pem: bytes) -> str:
     algorithm = jwt.algorithms.HMACAlgorithm(jwt.algorithms.HMACAlgorithm.SHA256)
     signature = algorithm.sign(f"{header}.{payload}".encode(), public_pem)
     return f"{header}.{payload}.{jwt.utils.base64url_encode(signature).decode()}"
+
+
+async def test_keys_are_read_from_an_https_url(
+    start, authority, signing_key, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys come from an address whose certificate is trusted, and a caller is let in by them."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("localhost", 0), handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            callers = json.loads((tmp_path / "callers.yaml").read_text())
+            callers["jwt"][0]["jwks"] = f"https://localhost:{server.server_port}/jwks.json"
+            (tmp_path / "callers.yaml").write_text(json.dumps(callers))
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+            token = jwt.encode(claims(), signing_key, "RS256", headers={"kid": "k1"})
+            async with connected(start(), authority, token=token) as caller:
+                assert "acme" == (await caller.decide(OPERATION, new_key(), {"n": 1})).provenance.tenant
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+async def test_keys_of_an_issuer_are_followed(tmp_path: Path, signing_key) -> None:
+    """A new key is found, one that was withdrawn is refused, and an outage of the issuer changes nothing."""
+    public = json.loads(RSAAlgorithm.to_jwk(signing_key.public_key()))
+    path = tmp_path / "jwks.json"
+
+    def publish(*key_ids: str) -> None:
+        path.write_text(json.dumps({"keys": [public | {"kid": key_id} for key_id in key_ids]}))
+
+    publish("old")
+    keys = IssuerKeys(str(path), refresh_interval_s=0, age_max_s=0)
+    assert await keys.key("old") is not None
+    publish("old", "new")
+    assert await keys.key("new") is not None
+    path.write_text("out of order")
+    assert await keys.key("old") is not None
+    publish("new")
+    assert await keys.key("old") is None
+    assert await keys.key("new") is not None
+
+
+async def test_keys_are_not_asked_for_by_every_call(tmp_path: Path) -> None:
+    """Whoever makes up key ids has an issuer asked once, and not again before some time has passed."""
+    path = tmp_path / "jwks.json"
+    keys = IssuerKeys(str(path))
+    assert await keys.key("made-up") is None
+    path.write_text(json.dumps({"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "made-up"}]}))
+    assert await keys.key("made-up") is None
 
 
 def test_all_faults_of_the_callers_file_are_told_at_once(tmp_path: Path) -> None:
