@@ -9,6 +9,7 @@ from urllib.parse import quote
 from cloudevents.core.v1.event import CloudEvent
 from google.protobuf import json_format
 
+from decideonce.events import JSON, PROTOBUF
 from decideonce.v1 import events_pb2
 from decideonce_server.errors import utc_text
 from decideonce_server.outbox import Event
@@ -22,7 +23,7 @@ class PayloadFormat(StrEnum):
     JSON = "json"
 
 
-CONTENT_TYPES = {PayloadFormat.PROTOBUF: "application/protobuf", PayloadFormat.JSON: "application/json"}
+CONTENT_TYPES = {PayloadFormat.PROTOBUF: PROTOBUF, PayloadFormat.JSON: JSON}
 
 
 def message_of(event: Event, payload_format: PayloadFormat = PayloadFormat.PROTOBUF) -> Message:

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
+from decideonce.events import RECORDED_EVENT_TYPE
 from decideonce_server import policy_jdm, policy_python
 from decideonce_server.database import Database, DatabaseUrl, LockTimeout
 from decideonce_server.errors import DecideonceError
@@ -16,7 +17,6 @@ from decideonce_server.evaluator import Evaluators
 from decideonce_server.ledger_doctor import LedgerDoctor, Symptom
 from decideonce_server.migrate import DatabaseUnreachable, UnknownSchema, check_schema, is_owner, schema_head
 from decideonce_server.policy import PolicyError, PolicyVersion, content_digest
-from decideonce_server.recording import RECORDED_EVENT_TYPE
 from decideonce_server.settings import DEV_TOKEN_FILE
 
 PROBE_POLICY = "# entry_point: probe:decide\ndef decide(facts, decision):\n    return {'outcome': 'FINE'}\n"

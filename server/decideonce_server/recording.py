@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from google.protobuf import timestamp_pb2
 from uuid_utils.compat import uuid7
 
+from decideonce.events import RECORDED_EVENT_TYPE
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce.v1 import error_reason_pb2 as reasons
 from decideonce.v1 import events_pb2
@@ -15,8 +16,6 @@ from decideonce_server.catalog import OperationContract
 from decideonce_server.fingerprint import fingerprint_text
 from decideonce_server.ledger import Attempt, Completion, Record, State
 from decideonce_server.policy import Effect, Evaluation, PolicyVersion
-
-RECORDED_EVENT_TYPE = "decideonce.decision.v1"
 
 FAILURE_MESSAGES = {
     reasons.ERROR_REASON_POLICY_TIMEOUT: "The policy did not end within the operation's time budget.",

@@ -8,11 +8,11 @@ import asyncpg
 import pytest
 from sqlalchemy.engine import URL
 
+from decideonce.events import RECORDED_EVENT_TYPE
 from decideonce_server import doctor
 from decideonce_server.database import Database
 from decideonce_server.ledger import Key
 from decideonce_server.ledger_doctor import LedgerDoctor
-from decideonce_server.recording import RECORDED_EVENT_TYPE
 
 LEDGER_CHECKS = {
     "stale work",
