@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import grpc
@@ -136,3 +137,20 @@ async def connect_caller() -> AsyncIterator[Callable[..., Caller]]:
             return Caller(channel, token)
 
         yield connect
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Callable[[Any], Any]]:
+    """Give a function that gives the broker of a kind, started when it is first asked for."""
+    brokers: dict[Any, Any] = {}
+
+    def broker(kind: Any) -> Any:
+        if kind not in brokers:
+            brokers[kind] = kind()
+        return brokers[kind]
+
+    try:
+        yield broker
+    finally:
+        for one in brokers.values():
+            one.close()

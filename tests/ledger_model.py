@@ -49,6 +49,12 @@ class KeyModel:
         return passed(row.lease_until if row.state is State.PROCESSING else row.retry_at, now)
 
 
+def row_of(key: KeyModel, decision_id: UUID, attempt: int) -> Row | None:
+    """Give the row if it is still what somebody names: that decision, at that attempt."""
+    row = key.row
+    return row if row is not None and (row.decision_id, row.attempt) == (decision_id, attempt) else None
+
+
 def passed(moment: float | None, now: float) -> bool:
     """Whether a moment that may never come has come."""
     return moment is not None and moment <= now
@@ -103,8 +109,8 @@ class TakeOver:
     lease: float
 
     def __call__(self, key: KeyModel, now: float) -> tuple[KeyModel, Result]:
-        row = key.row
-        if row is None or (row.decision_id, row.attempt) != (self.decision_id, self.attempt):
+        row = row_of(key, self.decision_id, self.attempt)
+        if row is None:
             return key, None
         if row.state is not State.FAILED_RETRYABLE and not is_abandoned(row, now):
             return key, None
@@ -128,8 +134,8 @@ class Complete:
     abandoned: bool
 
     def __call__(self, key: KeyModel, now: float) -> tuple[KeyModel, Result]:
-        row = key.row
-        if row is None or (row.decision_id, row.attempt) != (self.decision_id, self.attempt):
+        row = row_of(key, self.decision_id, self.attempt)
+        if row is None:
             return key, None
         is_open = row.state is State.PROCESSING
         if self.abandoned:
@@ -161,10 +167,8 @@ class Renew:
     lease: float
 
     def __call__(self, key: KeyModel, now: float) -> tuple[KeyModel, Result]:
-        row = key.row
-        if row is None or (row.decision_id, row.attempt) != (self.decision_id, self.attempt):
-            return key, False
-        if row.state is not State.PROCESSING:
+        row = row_of(key, self.decision_id, self.attempt)
+        if row is None or row.state is not State.PROCESSING:
             return key, False
         return replace(key, row=replace(row, lease_until=now + self.lease)), True
 

@@ -15,6 +15,7 @@ from sqlalchemy.engine import URL
 from conftest import connect
 from decideonce_server.embedded import EmbeddedPostgres
 from harness import Caller, ServiceProcess, make_token, url_text, write_catalog
+from processes import free_address
 from publishing import PublisherProcess
 from stage import ALONE, TENANT, LedgerView, Stage
 
@@ -25,6 +26,12 @@ _numbers = itertools.count()
 def flags() -> list[str]:
     """Give the flags that a module's service has besides; a module may have its own."""
     return []
+
+
+@pytest.fixture(scope="module")
+def metrics_address() -> str:
+    """Give a free address."""
+    return free_address()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The interceptor chain: its order, what it lets pass, what it protects, and what it counts."""
 
 import asyncio
-import socket
 import urllib.request
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -42,14 +41,6 @@ def catalog() -> tuple[dict, dict]:
         {OPERATION: {"policy": "table", "facts": strict}, TEXTS: {"policy": "table", "facts": texts}},
         {"table": table_policy("LOW")},
     )
-
-
-@pytest.fixture(scope="module")
-def metrics_address() -> str:
-    """Give a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")

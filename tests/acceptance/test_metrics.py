@@ -40,12 +40,6 @@ def catalog() -> tuple[dict, dict]:
 
 
 @pytest.fixture(scope="module")
-def metrics_address() -> str:
-    """Give a free address."""
-    return free_address()
-
-
-@pytest.fixture(scope="module")
 def flags(metrics_address: str) -> list[str]:
     """Let the service tell what it counts; two mismatches are too many."""
     return ["--metrics", metrics_address, "--mismatches-per-minute", "1"]

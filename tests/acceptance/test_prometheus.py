@@ -50,12 +50,6 @@ def catalog() -> tuple[dict, dict]:
 
 
 @pytest.fixture(scope="module")
-def metrics_address() -> str:
-    """Give a free address."""
-    return free_address()
-
-
-@pytest.fixture(scope="module")
 def flags(metrics_address: str) -> list[str]:
     """Let the service run into its limits soon."""
     limits = ["--pool-size", "1", "--evaluators", "2", "--mismatches-per-minute", "300"]

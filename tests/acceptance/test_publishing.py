@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import asyncpg
@@ -33,23 +33,6 @@ from publishing import (
 )
 
 SERVERS = [Nats, Tansu]
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Callable[[Any], Any]]:
-    """Give a function that gives the broker of a kind, started when it is first asked for."""
-    brokers: dict[Any, Any] = {}
-
-    def broker(kind: Any) -> Any:
-        if kind not in brokers:
-            brokers[kind] = kind()
-        return brokers[kind]
-
-    try:
-        yield broker
-    finally:
-        for one in brokers.values():
-            one.close()
 
 
 @pytest.fixture(params=SERVERS)

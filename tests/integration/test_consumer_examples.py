@@ -5,6 +5,7 @@ import importlib
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -32,24 +33,24 @@ OFFER = {"amount_minor": 250_000, "currency": "EUR"}
 Sent = tuple[dict[str, str], bytes]
 
 
-@pytest.fixture
-def kafka() -> Iterator[brokers.Tansu]:
-    broker = brokers.Tansu()
-    try:
+@contextmanager
+def serving(broker: brokers.Broker) -> Iterator[Any]:
+    """Give a broker that has the topic, until the block ends."""
+    with closing(broker):
         broker.make_topic(TOPIC)
         yield broker
-    finally:
-        broker.close()
+
+
+@pytest.fixture
+def kafka() -> Iterator[brokers.Tansu]:
+    with serving(brokers.Tansu()) as broker:
+        yield broker
 
 
 @pytest.fixture
 def nats_server() -> Iterator[brokers.Nats]:
-    broker = brokers.Nats()
-    try:
-        broker.make_topic(TOPIC)
+    with serving(brokers.Nats()) as broker:
         yield broker
-    finally:
-        broker.close()
 
 
 @pytest.fixture
