@@ -5,20 +5,20 @@ ROLLBACK while the driver reports success: either its rows are there or it raise
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import asyncpg
-from opentelemetry import metrics
 from sqlalchemy import Row, TextClause, event, text
 from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from decideonce_server import measures
 from decideonce_server.errors import LedgerUnavailable
 
 # A reservation waits this long for another transaction that holds the same key, then the caller is told PROCESSING.
@@ -134,20 +134,12 @@ class Database:
     def measure_use(self) -> None:
         """Tell from now on how many connections the pool may have, and how many are in use."""
         pool: Any = self.engine.pool
-        meter = metrics.get_meter("decideonce")
-        for name, description, value in (
-            ("pool_size", "Connections to Postgres that this process may use at once", pool.size),
-            ("pool_checked_out", "Connections to Postgres that are in use", pool.checkedout),
-        ):
-            meter.create_observable_gauge(name, [partial(_observe, value)], description=description)
+        measures.gauge("pool_size", "Connections to Postgres that this process may use at once", pool.size)
+        measures.gauge("pool_checked_out", "Connections to Postgres that are in use", pool.checkedout)
 
     async def close(self) -> None:
         """Close all connections."""
         await self.engine.dispose()
-
-
-def _observe(value: Callable[[], int], _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
-    return [metrics.Observation(value())]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from opentelemetry import metrics
 
 from decideonce.v1 import error_reason_pb2 as reasons
 from decideonce_server import measures, tracing
+from decideonce_server.backoff import pause_s
 from decideonce_server.catalog import OperationContract
 from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.errors import DecisionNotFound, LedgerUnavailable, utc_text
@@ -178,6 +179,4 @@ def _failure(failure: Failure, record: Record, contract: OperationContract) -> F
 
 
 def _backoff(record: Record) -> timedelta:
-    state = tenacity.RetryCallState(tenacity.AsyncRetrying(), None, (), {})
-    state.attempt_number = record.attempt
-    return timedelta(seconds=BACKOFF(state))
+    return timedelta(seconds=pause_s(BACKOFF, record.attempt))

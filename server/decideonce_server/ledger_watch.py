@@ -4,13 +4,13 @@ Every housekeeping that runs tells the same numbers, so they are not to be added
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import structlog
-from opentelemetry import metrics
 
+from decideonce_server import measures
 from decideonce_server.database import Database, Statement
 from decideonce_server.errors import LedgerUnavailable
 
@@ -50,24 +50,17 @@ class LedgerWatch:
         self._database = database
         self._interval_s = interval_s
         self._load: Load | None = None
-        gauges: tuple[tuple[str, str, str, Callable[[Load], float]], ...] = (
-            ("ledger_processing", "", "Records that are PROCESSING", lambda load: load.processing),
-            ("ledger_stale", "", "Work that has been due for over a minute", lambda load: load.stale),
-            (
-                "purge_delay",
-                "s",
-                "Age of the oldest answer that is past its retention",
-                lambda load: load.purge_delay.total_seconds(),
-            ),
+        self._gauge("ledger_processing", "Records that are PROCESSING", lambda load: load.processing)
+        self._gauge("ledger_stale", "Work that has been due for over a minute", lambda load: load.stale)
+        self._gauge(
+            "purge_delay",
+            "Age of the oldest answer that is past its retention",
+            lambda load: load.purge_delay.total_seconds(),
+            "s",
         )
-        meter = metrics.get_meter("decideonce")
-        for name, unit, description, value in gauges:
-            meter.create_observable_gauge(name, [self._observe(value)], unit, description)
 
-    def _observe(
-        self, value: Callable[[Load], float]
-    ) -> Callable[[metrics.CallbackOptions], Iterable[metrics.Observation]]:
-        return lambda _options: [] if self._load is None else [metrics.Observation(value(self._load))]
+    def _gauge(self, name: str, description: str, value: Callable[[Load], float], unit: str = "") -> None:
+        measures.gauge(name, description, lambda: None if self._load is None else value(self._load), unit)
 
     async def run(self) -> None:
         """Look, and rest, again and again."""

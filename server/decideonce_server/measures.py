@@ -1,7 +1,7 @@
-"""What is measured of attempts, through the OpenTelemetry API: labels are bounded, and never a tenant or a key."""
+"""How the service is measured, through the OpenTelemetry API: labels are bounded, and never a tenant or a key."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -30,6 +30,15 @@ _attempts_exhausted = _meter.create_counter(
     "attempts_exhausted",
     description="Decisions that failed for good because every attempt was used up",
 )
+
+
+def gauge(name: str, description: str, value: Callable[[], float | None], unit: str = "") -> None:
+    """Tell a value whenever it is asked for; nothing while it is None."""
+
+    def observe(_options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+        return [] if (now := value()) is None else [metrics.Observation(now)]
+
+    _meter.create_observable_gauge(name, [observe], unit, description)
 
 
 @contextmanager

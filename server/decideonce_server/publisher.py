@@ -19,12 +19,14 @@ import tenacity
 from google.protobuf.message import DecodeError
 from opentelemetry import metrics
 
+from decideonce_server import measures
+from decideonce_server.backoff import pause_s
 from decideonce_server.cloudevent import PayloadFormat, message_of
 from decideonce_server.database import Database
 from decideonce_server.errors import LedgerUnavailable
 from decideonce_server.outbox import Backlog, Event, Outbox
 from decideonce_server.outbox_buckets import BucketLeases
-from decideonce_server.sink import Message, Outcome, Receipt, Refusal, Sink
+from decideonce_server.sink import Delivery, Message, Receipt, Refusal, Sink
 
 # How many events are read, and sent, at once.
 SET_MAX = 1000
@@ -37,7 +39,7 @@ BACKLOG_INTERVAL_S = 5.0
 # Of a publisher's time, the part that counting takes at most: a long backlog takes long to count.
 COUNTING_SHARE = 0.05
 # Between two tries while the sink can't be reached.
-BACKOFF_S = tenacity.wait_random_exponential(multiplier=0.1, max=2.0)
+BACKOFF = tenacity.wait_random_exponential(multiplier=0.1, max=2.0)
 
 log = structlog.get_logger()
 
@@ -72,12 +74,11 @@ class Publisher:
             counter.add(0)
         for refusal in Refusal:
             self._parked.add(0, {"reason": refusal.value})
-        for name, callback, unit, description in (
-            ("outbox_pending", self._observe_pending, "1", "Events that wait to be published"),
-            ("outbox_parked", self._observe_parked, "1", "Events that can't be published, until an operator helps"),
-            ("outbox_lag", self._observe_lag, "s", "Age of the oldest event that waits"),
-        ):
-            meter.create_observable_gauge(name, [callback], unit, description)
+        measures.gauge("outbox_pending", "Events that wait to be published", lambda: self._backlog.pending)
+        measures.gauge(
+            "outbox_parked", "Events that can't be published, until an operator helps", lambda: self._backlog.parked
+        )
+        measures.gauge("outbox_lag", "Age of the oldest event that waits", lambda: age_s(self._backlog.oldest), "s")
 
     async def run(self) -> None:
         """Publish until stopped; then end the set that is under way, and give the buckets back.
@@ -100,7 +101,7 @@ class Publisher:
             log.warning("events not published: the ledger can't be reached")
             worked = False
         if self._failures:
-            await self._pause(BACKOFF_S(_failed(self._failures)))
+            await self._pause(pause_s(BACKOFF, self._failures))
         elif not worked:
             await self._pause(POLL_INTERVAL_S)
 
@@ -159,12 +160,14 @@ class Publisher:
     async def _send_next(self, queues: Iterable[deque[Event]]) -> dict[tuple[str, str, str], deque[Event]]:
         """Send the next event of each key; give those keys that may go on."""
         heads = [(queue[0], queue) for queue in queues]
-        outcomes = await self._send([event for event, _ in heads])
-        sent = [event for (event, _), outcome in zip(heads, outcomes, strict=True) if outcome is Receipt.ACKNOWLEDGED]
+        deliveries = await self._send([event for event, _ in heads])
+        sent = [
+            event for (event, _), delivery in zip(heads, deliveries, strict=True) if delivery is Receipt.ACKNOWLEDGED
+        ]
         refused = [
-            (event, outcome)
-            for (event, _), outcome in zip(heads, outcomes, strict=True)
-            if isinstance(outcome, Refusal)
+            (event, delivery)
+            for (event, _), delivery in zip(heads, deliveries, strict=True)
+            if isinstance(delivery, Refusal)
         ]
         self._failures = 0 if sent or refused else self._failures + 1
         self._retries.add(len(heads) - len(sent) - len(refused))
@@ -184,15 +187,15 @@ class Publisher:
             if event.id in going and (rest := _without_first(queue))
         }
 
-    async def _send(self, events: Sequence[Event]) -> list[Outcome]:
+    async def _send(self, events: Sequence[Event]) -> list[Delivery]:
         messages: list[Message | None] = []
         for event in events:
             try:
                 messages.append(message_of(event, self._payload_format))
             except (DecodeError, ValueError, OverflowError):
                 messages.append(None)
-        outcomes = iter(await self._sink.send([message for message in messages if message is not None]))
-        return [Refusal.REFUSED if message is None else next(outcomes) for message in messages]
+        deliveries = iter(await self._sink.send([message for message in messages if message is not None]))
+        return [Refusal.REFUSED if message is None else next(deliveries) for message in messages]
 
     async def _park(self, refused: Sequence[tuple[Event, Refusal]]) -> int:
         parked = await self._outbox.park(
@@ -206,15 +209,6 @@ class Publisher:
                 log.error("event parked", event_id=str(event.id), topic=event.topic, reason=refusal.value)
         return len(parked)
 
-    def _observe_pending(self, _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
-        return [metrics.Observation(self._backlog.pending)]
-
-    def _observe_parked(self, _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
-        return [metrics.Observation(self._backlog.parked)]
-
-    def _observe_lag(self, _options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
-        return [metrics.Observation(age_s(self._backlog.oldest))]
-
 
 def age_s(event_id: UUID | None) -> float:
     """Tell how old an event is by the time in its id (a UUIDv7, RFC 9562), in seconds; 0 for none."""
@@ -224,10 +218,3 @@ def age_s(event_id: UUID | None) -> float:
 def _without_first(queue: deque[Event]) -> deque[Event]:
     queue.popleft()
     return queue
-
-
-def _failed(count: int) -> tenacity.RetryCallState:
-    """Say to the library of backoffs how many tries have failed."""
-    state = tenacity.RetryCallState(tenacity.AsyncRetrying(), None, (), {})
-    state.attempt_number = count
-    return state

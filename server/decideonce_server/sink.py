@@ -43,14 +43,14 @@ class Refusal(StrEnum):
     REFUSED = "REFUSED"
 
 
-Outcome: TypeAlias = Receipt | Refusal
+Delivery: TypeAlias = Receipt | Refusal
 
 
 class Sink(Protocol):
     """Where events are sent. It connects when it is first used, and again for ever after."""
 
-    async def send(self, messages: Sequence[Message]) -> list[Outcome]:
-        """Send a set, and give each message's outcome in the same order, within the sink's time-out.
+    async def send(self, messages: Sequence[Message]) -> list[Delivery]:
+        """Send a set, and give each message's delivery in the same order, within the sink's time-out.
 
         No two messages of a set have the same key: nothing is promised about their order. A message that isn't
         acknowledged may still arrive shortly after.

@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka import Message as KafkaMessage
 
 from decideonce_server.cloudevent import binary_event
-from decideonce_server.sink import CLOSE_WITHIN_S, SEND_WITHIN_S, Message, Outcome, Receipt, Refusal
+from decideonce_server.sink import CLOSE_WITHIN_S, SEND_WITHIN_S, Delivery, Message, Receipt, Refusal
 
 log = structlog.get_logger()
 
@@ -107,7 +107,7 @@ class KafkaSink:
         except KafkaException as error:
             raise ValueError(error.args[0].str()) from None
 
-    async def send(self, messages: Sequence[Message]) -> list[Outcome]:
+    async def send(self, messages: Sequence[Message]) -> list[Delivery]:
         """Send a set. A topic isn't found where the broker says so when asked, and never because it is silent."""
         if self._idle is None:
             self._idle = asyncio.create_task(self._poll_when_idle())
@@ -147,7 +147,7 @@ class KafkaSink:
                 self._producer = self._new_producer()
             return self._producer
 
-    def _send(self, messages: Sequence[Message]) -> list[Outcome]:
+    def _send(self, messages: Sequence[Message]) -> list[Delivery]:
         deadline = time.monotonic() + self._within_s
         producer = self._usable_producer()
 
@@ -167,29 +167,29 @@ class KafkaSink:
         topics = {messages[index].topic for index in reports.without_topic}
         judged = {topic: producer.judge(topic, deadline) for topic in topics}
         for index in reports.without_topic:
-            reports.outcomes[index] = judged[messages[index].topic]
-        if Receipt.ACKNOWLEDGED in reports.outcomes:
+            reports.deliveries[index] = judged[messages[index].topic]
+        if Receipt.ACKNOWLEDGED in reports.deliveries:
             self._told.clear()
         # A copy: reports may still come.
-        return list(reports.outcomes)
+        return list(reports.deliveries)
 
 
 class _Reports:
     """What was reported of a set's messages so far. Several threads may poll, so each step is atomic."""
 
     def __init__(self, count: int) -> None:
-        self.outcomes: list[Outcome] = [Receipt.NOT_ACKNOWLEDGED] * count
+        self.deliveries: list[Delivery] = [Receipt.NOT_ACKNOWLEDGED] * count
         self.awaited: set[int] = set()
         self.without_topic: list[int] = []
 
     def report(self, index: int, error: KafkaError | None) -> None:
         """Take a report in."""
         if error is None:
-            self.outcomes[index] = Receipt.ACKNOWLEDGED
+            self.deliveries[index] = Receipt.ACKNOWLEDGED
         elif error.code() in TOPIC_ERRORS:
             self.without_topic.append(index)
         else:
-            self.outcomes[index] = REFUSALS.get(error.code(), Receipt.NOT_ACKNOWLEDGED)
+            self.deliveries[index] = REFUSALS.get(error.code(), Receipt.NOT_ACKNOWLEDGED)
         self.awaited.discard(index)
 
 
@@ -234,7 +234,7 @@ class _Producer:
             reports.report(index, self._take_in(failure.args[0]))
         return True
 
-    def judge(self, topic: str, deadline: float) -> Outcome:
+    def judge(self, topic: str, deadline: float) -> Delivery:
         """Ask the broker whether a topic exists: what the library knows of it may be old."""
         within_s = min(max(deadline - time.monotonic(), POLL_S), ASK_WITHIN_S)
         try:

@@ -10,7 +10,7 @@ import structlog
 from cloudevents.core.formats.json import JSONFormat
 
 from decideonce_server.cloudevent import json_event
-from decideonce_server.sink import Message, Outcome, Receipt
+from decideonce_server.sink import Delivery, Message, Receipt
 
 log = structlog.get_logger()
 
@@ -27,7 +27,7 @@ class LogSink:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    async def send(self, messages: Sequence[Message]) -> list[Outcome]:
+    async def send(self, messages: Sequence[Message]) -> list[Delivery]:
         """Append a set; nothing of it is acknowledged where the file or its disk can't take all."""
         try:
             await asyncio.to_thread(self._append, messages)

@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from nats.js.api import Header
 from nats.js.client import NO_RESPONDERS_STATUS
 
-from decideonce_server.sink import CLOSE_WITHIN_S, SEND_WITHIN_S, Message, Outcome, Receipt, Refusal
+from decideonce_server.sink import CLOSE_WITHIN_S, SEND_WITHIN_S, Delivery, Message, Receipt, Refusal
 
 log = structlog.get_logger()
 
@@ -62,7 +62,7 @@ class NatsSink:
         self._awaited: dict[str, tuple[_Set, int]] = {}
         self._told = ""
 
-    async def send(self, messages: Sequence[Message]) -> list[Outcome]:
+    async def send(self, messages: Sequence[Message]) -> list[Delivery]:
         """Send a set. A topic isn't found where JetStream, when asked, knows no stream of that subject.
 
         That nobody answers on the subject isn't enough: it is so too while a stream has no leader.
@@ -79,9 +79,9 @@ class NatsSink:
             self._tell(error)
         finally:
             self._forget(under_way)
-        if Receipt.ACKNOWLEDGED in under_way.outcomes:
+        if Receipt.ACKNOWLEDGED in under_way.deliveries:
             self._told = ""
-        return under_way.outcomes
+        return under_way.deliveries
 
     async def close(self) -> None:
         """Give up what is under way and disconnect."""
@@ -152,7 +152,7 @@ class NatsSink:
             under_way.without_stream.append(index)
             under_way.settle(index, Receipt.NOT_ACKNOWLEDGED)
         else:
-            under_way.settle(index, _outcome(reply.data))
+            under_way.settle(index, _delivery(reply.data))
 
     async def _on_error(self, error: Exception) -> None:
         if forbidden := _FORBIDDEN.search(str(error)):
@@ -183,32 +183,32 @@ class NatsSink:
 
 
 class _Set:
-    """A set on its way, and what is known of its outcome so far."""
+    """A set on its way, and what is known of its delivery so far."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = messages
-        self.outcomes: list[Outcome] = [Receipt.NOT_ACKNOWLEDGED] * len(messages)
+        self.deliveries: list[Delivery] = [Receipt.NOT_ACKNOWLEDGED] * len(messages)
         self.without_stream: list[int] = []
         self.is_complete = asyncio.Event()
         self._open = set(range(len(messages)))
         if not messages:
             self.is_complete.set()
 
-    def settle(self, index: int, outcome: Outcome) -> None:
-        """Take in a message's outcome."""
-        self.outcomes[index] = outcome
+    def settle(self, index: int, delivery: Delivery) -> None:
+        """Take in a message's delivery."""
+        self.deliveries[index] = delivery
         self._open.discard(index)
         if not self._open:
             self.is_complete.set()
 
     async def judge(self, client: Client) -> None:
         """Ask JetStream for the streams of the subjects on which nobody answered."""
-        judged: dict[str, Outcome] = {}
+        judged: dict[str, Delivery] = {}
         for index in self.without_stream:
             topic = self.messages[index].topic
             if topic not in judged:
                 judged[topic] = await _judge(client, topic)
-            self.outcomes[index] = judged[topic]
+            self.deliveries[index] = judged[topic]
 
 
 def _headers(message: Message) -> dict[str, str]:
@@ -223,7 +223,7 @@ def _size(headers: Mapping[str, str], message: Message) -> int:
     return len("NATS/1.0\r\n") + lines + len("\r\n") + len(message.payload)
 
 
-def _outcome(data: bytes) -> Outcome:
+def _delivery(data: bytes) -> Delivery:
     try:
         reply = json.loads(data)
     except ValueError:
@@ -241,7 +241,7 @@ def _outcome(data: bytes) -> Outcome:
     return Receipt.NOT_ACKNOWLEDGED
 
 
-async def _judge(client: Client, topic: str) -> Outcome:
+async def _judge(client: Client, topic: str) -> Delivery:
     try:
         await client.jetstream(timeout=ASK_WITHIN_S).find_stream_name_by_subject(topic)
     except nats.js.errors.NotFoundError:

@@ -12,6 +12,8 @@ from datetime import timedelta
 import structlog
 import tenacity
 
+from decideonce_server.backoff import pause_s
+
 # A process that lived this long had started well: its death is no sign of a fault that a new one would meet too.
 STABLE_S = 10.0
 PAUSE = tenacity.wait_exponential(multiplier=0.5, max=30)
@@ -76,16 +78,15 @@ class Supervisor:
         self.metrics = self.metrics | {role.name: metrics} if metrics else self.metrics
 
     async def _keep(self, role: Role) -> None:
-        deaths = tenacity.RetryCallState(tenacity.AsyncRetrying(), None, (), {})
-        deaths.attempt_number = 0
+        deaths = 0
         while not self._stopping:
             began = time.monotonic()
             exit_code = await self._processes[role.name].wait()
             if self._is_stopping():
                 return
-            deaths.attempt_number = 0 if time.monotonic() - began > STABLE_S else deaths.attempt_number + 1
-            pause = PAUSE(deaths) if deaths.attempt_number > 1 else 0.0
-            report = log.error if deaths.attempt_number > 1 else log.warning
+            deaths = 0 if time.monotonic() - began > STABLE_S else deaths + 1
+            pause = pause_s(PAUSE, deaths) if deaths > 1 else 0.0
+            report = log.error if deaths > 1 else log.warning
             report("a process died and is replaced", role=role.name, exit_code=exit_code, pause_seconds=pause)
             await asyncio.sleep(pause)
             try:

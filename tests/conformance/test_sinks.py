@@ -17,7 +17,7 @@ from decideonce.v1 import events_pb2
 from decideonce_server.cloudevent import PayloadFormat, message_of
 from decideonce_server.events_url import open_sink
 from decideonce_server.outbox import Event
-from decideonce_server.sink import CLOSE_WITHIN_S, Message, Outcome, Receipt, Refusal, Sink
+from decideonce_server.sink import CLOSE_WITHIN_S, Delivery, Message, Receipt, Refusal, Sink
 from processes import until
 
 # Short, so that outages are soon over.
@@ -30,23 +30,6 @@ APACHE_KAFKA = pytest.param(ApacheKafka, marks=pytest.mark.interop)
 SERVERS = [Nats, Tansu, APACHE_KAFKA]
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Callable[[Any], Any]]:
-    """Give a function that gives the broker of a kind, started when it is first asked for."""
-    brokers: dict[Any, Any] = {}
-
-    def broker(kind: Any) -> Any:
-        if kind not in brokers:
-            brokers[kind] = kind()
-        return brokers[kind]
-
-    try:
-        yield broker
-    finally:
-        for one in brokers.values():
-            one.close()
 
 
 @pytest.fixture(params=[LogFile, *SERVERS])
@@ -159,7 +142,7 @@ async def test_set_of_a_thousand_arrives(broker: Any, topic: str, open_one: Call
 
 
 async def test_empty_set_is_sent(broker: Any, open_one: Callable[[str], Sink]) -> None:
-    """A set of none has no outcomes."""
+    """A set of none has no deliveries."""
     assert [] == await open_one(broker.url).send([])
 
 
@@ -216,9 +199,9 @@ async def test_unknown_topic_is_refused_alone(server: Broker, topic: str, open_o
 async def test_impossible_topic_is_refused(server: Broker, topic: str, open_one: Callable[[str], Sink]) -> None:
     """A name that no topic can have is refused; its neighbours arrive."""
     messages = [new_message(topic), new_message("no topic"), new_message(topic)]
-    outcomes = await open_one(server.url).send(messages)
-    assert [ACKNOWLEDGED, ACKNOWLEDGED] == outcomes[::2]
-    assert isinstance(outcomes[1], Refusal)
+    deliveries = await open_one(server.url).send(messages)
+    assert [ACKNOWLEDGED, ACKNOWLEDGED] == deliveries[::2]
+    assert isinstance(deliveries[1], Refusal)
 
 
 async def test_same_sink_works_again_after_an_outage(broker: Any, topic: str, open_one: Callable[[str], Sink]) -> None:
@@ -338,8 +321,8 @@ async def test_nats_stream_limits_its_messages(started: Callable[[Any], Any], op
     nats.make_topic("limited.size", max_msg_size=1000)
     nats.make_topic("limited.count", max_msgs=1, discard="new")
     sink = open_one(nats.url)
-    outcomes: list[Outcome] = await sink.send([new_message("limited.size", 2000), new_message("limited.size")])
-    assert [Refusal.MESSAGE_TOO_LARGE, ACKNOWLEDGED] == outcomes
+    deliveries: list[Delivery] = await sink.send([new_message("limited.size", 2000), new_message("limited.size")])
+    assert [Refusal.MESSAGE_TOO_LARGE, ACKNOWLEDGED] == deliveries
     assert [ACKNOWLEDGED, NOT_ACKNOWLEDGED] == await sink.send([new_message("limited.count") for _ in range(2)])
 
 
