@@ -34,8 +34,9 @@ test: setup ## all tests, on a PostgreSQL of their own
 	@# More than two cores' worth: many tests wait for leases, limits and processes.
 	$(BIN)/pytest -n 3 --dist worksteal
 
-chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=10] [SEED=…]
+chaos: setup ## drive a deployment under faults, judge its history, then fuzz: [MINUTES=10] [INPUTS=100000] [SEED=…]
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -W ignore tests/chaos/fuzz.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))
 
 bench: setup ## what purging and publishing cost, and what faults do to events: about 35 minutes
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/idle_and_latency.py
