@@ -42,6 +42,7 @@ bench: setup ## what purging and publishing cost, and what faults do to events: 
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/idle_and_latency.py
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/backlog.py
 	@PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/delivery.py
+	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/neighbours.py
 	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
 
 interop: setup $(INTEROP)/.fetched ## what needs Apache Kafka or Prometheus: needs java (17 or later), mvn, and Debian's apt

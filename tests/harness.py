@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from decideonce_server.ledger_tokens import TokenStore
 
 ALL_ROLES = ("decide", "read", "admin")
 READY_WITHIN_S = 30.0
+
+# Texts of facts that are this long are looked for in what services say.
+DISTINCT_CHARACTERS = 12
 
 ANY_FACTS: dict[str, Any] = {"type": "object"}
 
@@ -44,11 +47,22 @@ def table_policy(*outcomes: str, outputs: Mapping[str, str] | None = None) -> st
         "outputs": [{"id": name, "name": name, "field": name} for name in columns],
         "rules": rules,
     }
+    return _line_of("decisionTableNode", table)
+
+
+def expression_policy(**expressions: str) -> str:
+    """Make a JDM policy: one node of expressions, by the names of what they put out."""
+    cells = [{"id": name, "key": name, "value": value} for name, value in expressions.items()]
+    return _line_of("expressionNode", {"expressions": cells})
+
+
+def _line_of(kind: str, content: Mapping[str, Any]) -> str:
+    """Write a JDM document: the input, one node, the output."""
     return json.dumps(
         {
             "nodes": [
                 {"id": "1", "type": "inputNode", "name": "request", "content": {}},
-                {"id": "2", "type": "decisionTableNode", "name": "table", "content": table},
+                {"id": "2", "type": kind, "name": "table", "content": content},
                 {"id": "3", "type": "outputNode", "name": "response", "content": {}},
             ],
             "edges": [
@@ -82,27 +96,50 @@ def write_catalog(
     return directory
 
 
-# What no log may hold, and everything that tests use.
+# What a service may say to nobody but its caller, and everything that tests use.
 _secrets: set[str] = set()
 
 
 def new_key() -> str:
     """Make an operation key."""
-    key = str(uuid.uuid4())
-    _secrets.add(key)
-    return key
+    return secret_text()
 
 
-def spoken(log: Path) -> list[str]:
-    """Give the keys and tokens of the tests that stand in a log, what policies print apart."""
-    text = "\n".join(line for line in log.read_text(errors="replace").splitlines() if not line.startswith("evaluated "))
+def secret_text() -> str:
+    """Make a text that no log, metric, trace or error may hold."""
+    text = str(uuid.uuid4())
+    _secrets.add(text)
+    return text
+
+
+def spoken(text: str) -> list[str]:
+    """Give the keys, tokens and facts of the tests that stand in a text that a service wrote."""
     return [secret for secret in _secrets if secret in text]
+
+
+def spoken_in_log(log: Path) -> list[str]:
+    """Give those that stand in a log, what policies print apart."""
+    lines = log.read_text(errors="replace").splitlines()
+    return spoken("\n".join(line for line in lines if not line.startswith("evaluated ")))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Give the texts among facts that are long enough to be nobody else's."""
+    if isinstance(value, str) and len(value) >= DISTINCT_CHARACTERS:
+        yield value
+    elif isinstance(value, Mapping):
+        for member in value.values():
+            yield from _texts(member)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def struct(facts: Mapping[str, Any]) -> struct_pb2.Struct:
     """Make a Struct."""
     message = struct_pb2.Struct()
     message.update(facts)
+    _secrets.update(_texts(facts))
     return message
 
 
@@ -160,6 +197,7 @@ def call_error(error: grpc.RpcError) -> CallError:
     for detail in details.details:
         assert detail.Unpack(info) or detail.Unpack(bad) or detail.Unpack(retry)
     assert info.domain in ("decideonce", "")
+    assert [] == spoken(f"{error.details()} {details}")
     return CallError(
         code=error.code(),
         reason=info.reason,
@@ -248,7 +286,7 @@ class ServiceProcess:
         self.process.wait(READY_WITHIN_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
-        assert [] == spoken(self.log)
+        assert [] == spoken_in_log(self.log)
 
 
 def url_text(url: URL) -> str:

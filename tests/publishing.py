@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -17,7 +16,6 @@ from typing import Any
 
 import asyncpg
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.engine import URL
 from uuid_utils.compat import uuid7
 
@@ -31,6 +29,7 @@ from decideonce_server.publisher import Publisher
 from harness import READY_WITHIN_S, new_key, url_text
 from processes import free_address, until
 from sample_events import TRACEPARENT, body
+from scraping import scrape
 
 TENANT = "acme"
 OPERATION = "credit.approve-loan"
@@ -166,17 +165,11 @@ class PublisherProcess:
 
     async def metrics(self) -> dict[str, float]:
         """Give what it tells Prometheus of events, by name; those with a label are added up."""
-        text = await asyncio.to_thread(self._scrape)
         told: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name.startswith("outbox_"):
-                    told[sample.name] = told.get(sample.name, 0) + sample.value
+        for sample in await scrape(self.metrics_address):
+            if sample.name.startswith("outbox_"):
+                told[sample.name] = told.get(sample.name, 0) + sample.value
         return told
-
-    def _scrape(self) -> str:
-        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as response:
-            return response.read().decode()
 
     async def until_metric(self, name: str, holds: Callable[[float], bool], within: float = 60.0) -> float:
         """Wait until something holds of a metric's value, and give that; longer than several tries of a sink take."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from harness import spoken
+
 
 async def scrape(address: str) -> list[Sample]:
     """Give every sample that is served there."""
@@ -16,6 +18,7 @@ async def scrape(address: str) -> list[Sample]:
             return response.read().decode()
 
     text = await asyncio.to_thread(read)
+    assert [] == spoken(text)
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 

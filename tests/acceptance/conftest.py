@@ -10,8 +10,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from sqlalchemy.engine import URL
 
+from collector import Collector
 from conftest import connect
 from decideonce_server.embedded import EmbeddedPostgres
 from harness import Caller, ServiceProcess, make_token, url_text, write_catalog
@@ -103,3 +105,18 @@ async def publish(database_url: URL, tmp_path: Path) -> AsyncIterator[Callable[.
     yield start
     for process in processes:
         process.kill()
+
+
+@pytest.fixture
+async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
+    """Give a collector, to which services send what they have at once."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    collector = Collector()
+    server = grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    collector.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield collector
+    finally:
+        await server.stop(None)

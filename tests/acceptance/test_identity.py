@@ -16,10 +16,15 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 from jwt.algorithms import RSAAlgorithm
 
+from conftest import connect
+from decideonce_server.auth import PERMISSIONS
 from decideonce_server.callers import InvalidCallers, read_callers
 from decideonce_server.jwt_tokens import IssuerKeys
+from decideonce_server.wire import method_path, methods
 from harness import Caller, ServiceProcess, make_token, new_key, refused, table_policy, write_catalog
 from processes import until
 from stage import ALONE
@@ -196,6 +201,49 @@ def forged(public_pem: bytes) -> str:
     algorithm = jwt.algorithms.HMACAlgorithm(jwt.algorithms.HMACAlgorithm.SHA256)
     signature = algorithm.sign(f"{header}.{payload}".encode(), public_pem)
     return f"{header}.{payload}.{jwt.utils.base64url_encode(signature).decode()}"
+
+
+async def test_wrong_callers_are_refused_before_any_statement(
+    start, authority, signing_key, postgres, database_url
+) -> None:
+    """With Postgres out of reach every wrong caller of every method is refused as ever; a right one would need it."""
+    service = start()
+    admin = await connect(postgres.url("postgres"))
+    await admin.execute(f"ALTER DATABASE {database_url.database} WITH ALLOW_CONNECTIONS false")
+    await admin.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1", database_url.database
+    )
+    await admin.close()
+
+    def sign(**changes) -> str:
+        return jwt.encode(claims(**changes), signing_key, "RS256", headers={"kid": "k1"})
+
+    async def answer(method: MethodDescriptor, token: str | None) -> tuple[str, str]:
+        request = GetMessageClass(method.input_type)()
+        if "operation" in method.input_type.fields_by_name:
+            request.operation = OPERATION
+        if "operation_key" in method.input_type.fields_by_name:
+            request.operation_key = new_key()
+        async with connected(service, authority, token=token) as caller:
+            call = caller.channel.unary_unary(method_path(method))
+            error = await refused(call(request.SerializeToString(), metadata=caller.metadata, timeout=10))
+            return error.code.name, error.reason
+
+    unknown = {
+        "nobody": None,
+        "expired": sign(exp=time.time() - 60),
+        "for another service": sign(aud="ledger"),
+        "unsigned": jwt.encode(claims(), None, "none", headers={"kid": "k1"}),
+        "of no tenant": sign(tenant=None),
+    }
+    for method in methods():
+        for who, token in unknown.items():
+            assert (who, "UNAUTHENTICATED", "UNAUTHENTICATED") == (who, *await answer(method, token))
+        allowed = {role.value for role in PERMISSIONS[method_path(method)].roles}
+        for role in {"decide", "read", "admin"} - allowed:
+            assert (role, "PERMISSION_DENIED", "PERMISSION_DENIED") == (role, *await answer(method, sign(roles=[role])))
+    decide = next(method for method in methods() if method.name == "Decide")
+    assert ("UNAVAILABLE", "LEDGER_UNAVAILABLE") == await answer(decide, sign())
 
 
 async def test_keys_are_read_from_an_https_url(

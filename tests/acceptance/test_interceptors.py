@@ -1,7 +1,6 @@
 """The interceptor chain: its order, what it lets pass, what it protects, and what it counts."""
 
 import asyncio
-import urllib.request
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from urllib.parse import quote
@@ -12,7 +11,6 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from decideonce.v1 import catalog_pb2, decision_service_pb2
 from decideonce.v1 import decision_service_pb2 as wire
@@ -25,6 +23,7 @@ from decideonce_server.status import StatusInterceptor
 from decideonce_server.telemetry import TelemetryInterceptor
 from decideonce_server.wire import ParseInterceptor, idempotent_methods, method_path, methods
 from harness import Caller, make_token, new_key, refused, table_policy
+from scraping import scrape
 from stage import TENANT, LedgerView, Stage
 
 OPERATION = "test.strict"
@@ -143,15 +142,9 @@ async def test_catalog_is_for_admins(stage: Stage, caller: Caller) -> None:
 
 async def handled(address: str) -> dict[tuple[str, str], float]:
     """Give how many calls of the decision service ended, by method and code."""
-
-    def scrape() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
-            return response.read().decode()
-
     return {
         (sample.labels["grpc_method"], sample.labels["grpc_code"]): sample.value
-        for family in text_string_to_metric_families(await asyncio.to_thread(scrape))
-        for sample in family.samples
+        for sample in await scrape(address)
         if sample.name == "grpc_server_handled_total" and sample.labels["grpc_service"] == SERVICE
     }
 

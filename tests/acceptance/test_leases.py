@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +16,7 @@ from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Key, Ledger, Reservation
 from harness import make_token, new_key, write_catalog
 from processes import children, free_address, kill, until
+from scraping import scrape, total
 from stage import ALONE, evaluations
 
 SUCCEEDED = wire.DECISION_STATUS_SUCCEEDED
@@ -134,16 +134,7 @@ async def test_late_owner_answers_with_the_winners_decision(
     assert (SUCCEEDED, True) == (answer.status, answer.replayed)
     assert winner.provenance == answer.provenance
     assert (2, 2, 1, 1) == tuple(await decided(observer, key))
-    assert 1.0 == await metric(metrics, "stale_completions_total")
-
-
-async def metric(address, name):
-    def read() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            return answer.read().decode()
-
-    lines = (await asyncio.to_thread(read)).splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+    assert 1.0 == total(await scrape(metrics), "stale_completions_total")
 
 
 async def test_busy_policy_keeps_its_lease(database_url, observer, start, connect_caller) -> None:

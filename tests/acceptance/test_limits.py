@@ -1,6 +1,7 @@
 """What a process doesn't take on, and what it still answers then."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -100,6 +101,38 @@ async def test_calls_at_the_same_moment_begin_no_more_than_there_is_room_for(
     assert 101 == begun + len(shed)
     # One and those of the limit; a few more find room between a reservation and its attempt.
     assert 6 <= begun < 16
+
+
+async def test_two_thousand_calls_at_once_are_shed_and_not_queued(
+    database_url, observer, tmp_path, start_service, connect_caller
+) -> None:
+    """Of 2,000 calls at once one process takes on what it may and sheds the rest; replays among them are answered."""
+    catalog = write_catalog(tmp_path / "catalog", *ECHO)
+    # Its own settings, and callers that come from two tenants.
+    service = start_service("--catalog", str(catalog), "--new-keys-per-second", "5000")
+    callers = [connect_caller(service, await make_token(database_url, tenant)) for tenant in ("acme", "zenith")]
+    recorded = new_key()
+    for caller in callers:
+        await caller.decide("test.echo", recorded)
+
+    def call(i: int) -> Any:
+        if i % 10 == 0:
+            return callers[i % 20 // 10].decide("test.echo", recorded)
+        return callers[i % 2].decide("test.echo", new_key(), {"do": "sleep", "seconds": 1}, max_wait=0)
+
+    async with asyncio.timeout(60):
+        calls = await asyncio.gather(*map(call, range(2_000)), return_exceptions=True)
+    replays = [answer for i, answer in enumerate(calls) if i % 10 == 0]
+    assert {(wire.DECISION_STATUS_SUCCEEDED, True)} == {(answer.status, answer.replayed) for answer in replays}
+    new = [answer for i, answer in enumerate(calls) if i % 10]
+    shed = [call_error(answer) for answer in new if isinstance(answer, grpc.RpcError)]
+    assert {("OVERLOADED", True)} == {(error.reason, error.retry_after) for error in shed}
+    begun = {answer.status for answer in new if not isinstance(answer, grpc.RpcError)}
+    assert {wire.DECISION_STATUS_PROCESSING} == begun
+    # What was shed has written nothing; what is taken on is what the settings say, and a few more.
+    rows = await observer.fetchval("SELECT count(*) FROM ledger")
+    assert 2 + len(new) - len(shed) == rows
+    assert rows < 1_100
 
 
 async def test_new_keys_of_a_tenant_are_limited_by_the_second(
