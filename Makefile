@@ -38,12 +38,9 @@ chaos: setup ## drive a deployment under faults, judge its history, then fuzz: [
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 	@$(BIN)/python -W ignore tests/chaos/fuzz.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))
 
-bench: setup ## what purging and publishing cost, and what faults do to events: about 35 minutes
-	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/idle_and_latency.py
-	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/backlog.py
-	@PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/delivery.py
-	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/neighbours.py
-	@PYTHONPATH=tests:tests/policies $(BIN)/python tests/bench/purge.py
+bench: setup ## what purging, publishing and runaway policies cost, and what faults do to events: [PART=purge], about 35 minutes
+	@set -e; for part in $(or $(PART),idle_and_latency backlog delivery neighbours purge); do \
+		PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/$$part.py; done
 
 interop: setup $(INTEROP)/.fetched ## what needs Apache Kafka or Prometheus: needs java (17 or later), mvn, and Debian's apt
 	$(BIN)/pytest -m interop
