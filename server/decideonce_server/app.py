@@ -55,6 +55,7 @@ from decideonce_server.requests import REQUEST_BYTES_MAX
 from decideonce_server.reserve import Reserve
 from decideonce_server.scrape import serve_metrics
 from decideonce_server.servicer import DecisionServicer
+from decideonce_server.sets import LedgerSets
 from decideonce_server.settings import DEV_TOKEN_FILE, NO_EVENTS, InvalidSetting, Settings, address
 from decideonce_server.sink import Sink
 from decideonce_server.status import StatusInterceptor
@@ -93,6 +94,7 @@ class Parts:
     store: CatalogStore
     catalog: CatalogReader
     ledger: Ledger
+    sets: LedgerSets
     leases: LeaseKeeper
     attempts: Attempts
     waiters: Waiters
@@ -113,12 +115,13 @@ def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
     store = CatalogStore(database)
     catalog = CatalogReader(store)
     ledger = Ledger(database)
+    sets = LedgerSets(ledger)
     attempts = Attempts()
     waiters = Waiters(ledger, settings.waiters_per_tenant)
     limits = Limits(settings, ledger)
-    reserve = Reserve(ledger, catalog, limits)
+    reserve = Reserve(ledger, sets, catalog, limits)
     leases = LeaseKeeper(Database(url, pool_size=1))
-    decide = Decide(ledger, catalog, evaluators, leases, limits)
+    decide = Decide(sets, catalog, evaluators, leases, limits)
     return Parts(
         database=database,
         evaluators=evaluators,
@@ -127,6 +130,7 @@ def assemble(url: DatabaseUrl, settings: Settings) -> Parts:
         store=store,
         catalog=catalog,
         ledger=ledger,
+        sets=sets,
         leases=leases,
         attempts=attempts,
         waiters=waiters,
@@ -407,7 +411,7 @@ def _tls_files(settings: Settings) -> TlsFiles | None:
 async def _start_server(parts: Parts, settings: Settings) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
     server = grpc.aio.server(interceptors=interceptors(parts), options=SERVER_OPTIONS)
     add_DecisionServiceServicer_to_server(
-        DecisionServicer(parts.decide, parts.ledger, parts.catalog, parts.waiters), server
+        DecisionServicer(parts.decide, parts.sets, parts.catalog, parts.waiters), server
     )
     add_CatalogServiceServicer_to_server(CatalogServicer(parts.apply, parts.store, parts.catalog), server)
     healthy = health.aio.HealthServicer()

@@ -16,7 +16,7 @@ from decideonce_server.catalog_reader import CatalogReader
 from decideonce_server.errors import DecisionNotFound, LedgerUnavailable, utc_text
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.leases import LeaseKeeper
-from decideonce_server.ledger import Attempt, Completion, Ledger, Record
+from decideonce_server.ledger import Attempt, Completion, Record
 from decideonce_server.limits import Limits
 from decideonce_server.policy import (
     Evaluation,
@@ -36,6 +36,7 @@ from decideonce_server.recording import (
     completion,
     reason_name,
 )
+from decideonce_server.sets import LedgerSets
 from decideonce_server.values import Json
 
 FAILURES: dict[type[PolicyError], Failure] = {
@@ -60,7 +61,7 @@ class Decide:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: LedgerSets,
         catalog: CatalogReader,
         evaluators: Evaluators,
         leases: LeaseKeeper,
@@ -107,7 +108,7 @@ class Decide:
         if completed is not None:
             return completed, True
         self._stale_completions.add(1)
-        (winner,) = await self._ledger.read([record.key])
+        winner = await self._ledger.read(record.key)
         if winner is None:
             raise DecisionNotFound
         return winner, False
@@ -163,11 +164,11 @@ class Decide:
         async for turn in trying:
             with turn:
                 if is_unknown:
-                    (record,) = await self._ledger.read([end.key])
+                    record = await self._ledger.read(end.key)
                     if record is not None and record.response == end.response:
                         return record
                 is_unknown = True
-                return (await self._ledger.complete([end]))[0]
+                return await self._ledger.complete(end)
         return None
 
 

@@ -12,7 +12,7 @@ sets, in the order of their members; sets are sorted by key when they are sent, 
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import IntEnum
@@ -164,26 +164,38 @@ _RECORD = """l.bucket, l.tenant, l.operation, l.operation_key, l.decision_id, l.
     CASE WHEN l.replayable_until <= statement_timestamp() THEN NULL ELSE l.response END AS response"""
 
 RESERVE = Statement(
-    # A key that another call reserved first gives no row here: `read` then sees it, with a newer snapshot. A background
-    # key begins before its first attempt, with a lease that is over, so that a worker takes it over like any other.
+    # What is recorded already is read, and nothing written: a set of replays takes no commit. A key that another call
+    # reserves at this moment gives no row: `read` then sees it, with a newer snapshot. A background key begins before
+    # its first attempt, with a lease that is over, so that a worker takes it over like any other.
     "reserve",
-    f"""INSERT INTO ledger AS l (bucket, tenant, operation, operation_key, decision_id, state, attempt,
-        lease_expires_at, background, fingerprint_version, fingerprint, operation_version, policy_id, policy_version,
-        reserve_time, facts, traceparent)
-    SELECT n.bucket, n.tenant, n.operation, n.operation_key, n.decision_id, 1, CASE WHEN n.background THEN 0 ELSE 1 END,
-        statement_timestamp() + CASE WHEN n.background THEN interval '0' ELSE n.lease END,
-        n.background, n.fingerprint_version, n.fingerprint, n.operation_version, n.policy_id, n.policy_version,
-        statement_timestamp(), n.facts, n.traceparent
-    FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
+    f"""WITH n AS MATERIALIZED (SELECT * FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
         CAST(:operation_keys AS text[]), CAST(:decision_ids AS uuid[]), CAST(:leases AS interval[]),
         CAST(:backgrounds AS boolean[]), CAST(:fingerprint_versions AS smallint[]), CAST(:fingerprints AS bytea[]),
         CAST(:operation_versions AS integer[]), CAST(:policy_ids AS text[]), CAST(:policy_versions AS integer[]),
         CAST(:facts AS bytea[]), CAST(:traceparents AS text[]))
         AS n (bucket, tenant, operation, operation_key, decision_id, lease, background, fingerprint_version,
             fingerprint, operation_version, policy_id, policy_version, facts, traceparent)
-    ORDER BY n.bucket, n.tenant, n.operation, n.operation_key
-    ON CONFLICT (bucket, tenant, operation, operation_key) DO NOTHING
-    RETURNING {_RECORD}""",
+    ), known AS (
+        SELECT {_RECORD} FROM n JOIN ledger l USING (bucket, tenant, operation, operation_key)
+    ), reserved AS (
+        INSERT INTO ledger AS l (bucket, tenant, operation, operation_key, decision_id, state, attempt,
+            lease_expires_at, background, fingerprint_version, fingerprint, operation_version, policy_id,
+            policy_version, reserve_time, facts, traceparent)
+        SELECT n.bucket, n.tenant, n.operation, n.operation_key, n.decision_id, 1,
+            CASE WHEN n.background THEN 0 ELSE 1 END,
+            statement_timestamp() + CASE WHEN n.background THEN interval '0' ELSE n.lease END,
+            n.background, n.fingerprint_version, n.fingerprint, n.operation_version, n.policy_id, n.policy_version,
+            statement_timestamp(), n.facts, n.traceparent
+        FROM n
+        WHERE (n.bucket, n.tenant, n.operation, n.operation_key) NOT IN (
+            SELECT k.bucket, k.tenant, k.operation, k.operation_key FROM known k)
+        ORDER BY n.bucket, n.tenant, n.operation, n.operation_key
+        ON CONFLICT (bucket, tenant, operation, operation_key) DO NOTHING
+        RETURNING {_RECORD}
+    )
+    SELECT r.* FROM reserved r
+    UNION ALL SELECT k.* FROM known k
+    WHERE k.key_retained_until IS NULL OR k.key_retained_until > k.read_time""",
 )
 
 READ = Statement(
@@ -344,7 +356,7 @@ class Ledger:
         self._database = database
 
     async def reserve(self, reservations: Sequence[Reservation]) -> list[Attempt | Record]:
-        """Reserve each key, or read what is recorded under it; two statements where a key was taken before.
+        """Reserve each key, or read what is recorded under it; two statements where another call takes one meanwhile.
 
         An Attempt means that the key is now reserved by this call. For a background operation a Record of attempt 0 is
         given even to the call that reserved it: a worker makes the attempts. A reservation whose answer was lost can
@@ -353,17 +365,13 @@ class Ledger:
         results: dict[UUID, Attempt | Record] = {}
         rest = sorted(reservations, key=lambda r: r.key.row)
         while rest:
-            facts = {r.decision_id: r.facts for r in rest}
-            for row in await self._database.run(RESERVE, **_reserve_parameters(rest)):
-                record = _record(row)
-                results[record.decision_id] = (
-                    record if record.background else Attempt(record, facts[record.decision_id])
-                )
-            rest = [r for r in rest if r.decision_id not in results]
-            known = await self.read([r.key for r in rest])
-            found = [(r, record) for r, record in zip(rest, known, strict=True) if record is not None]
-            results |= {r.decision_id: _own_or_known(r, record) for r, record in found}
-            rest = [r for r in rest if r.decision_id not in results]
+            rows = await self._database.run(RESERVE, **_reserve_parameters(rest))
+            known = {record.key: record for record in map(_record, rows)}
+            rest = _settle(rest, known, results)
+            if not rest:
+                break
+            taken = await self.read([r.key for r in rest])
+            rest = _settle(rest, {record.key: record for record in taken if record is not None}, results)
             if rest:
                 await self._database.run(FORGET, **_key_parameters([r.key for r in rest]))
         return [results[r.decision_id] for r in reservations]
@@ -447,6 +455,18 @@ class Ledger:
     async def purge(self, bucket: int, limit: int) -> int:
         """Delete tombstones of a bucket that are past their own retention; give how many."""
         return len(await self._database.run(PURGE, bucket=bucket, limit=limit))
+
+
+def _settle(
+    reservations: Sequence[Reservation],
+    known: Mapping[Key, Record],
+    results: dict[UUID, Attempt | Record],
+) -> list[Reservation]:
+    """Give each reservation whose key is known its result, and the others back."""
+    for reservation in reservations:
+        if (record := known.get(reservation.key)) is not None:
+            results[reservation.decision_id] = _own_or_known(reservation, record)
+    return [r for r in reservations if r.decision_id not in results]
 
 
 def _own_or_known(reservation: Reservation, record: Record) -> Attempt | Record:

@@ -16,10 +16,8 @@ from limits.strategies import MovingWindowRateLimiter
 from decideonce_server.database import LockTimeout
 from decideonce_server.errors import MismatchRateLimited, Overloaded
 from decideonce_server.ledger import Ledger
+from decideonce_server.sets import OVERLOAD_RETRY_AFTER
 from decideonce_server.settings import Settings
-
-# A full process tells callers to come back when a part of its work is done: attempts take milliseconds to a second.
-OVERLOAD_RETRY_AFTER = timedelta(seconds=1)
 
 
 class Limits:

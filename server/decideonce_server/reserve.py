@@ -31,6 +31,7 @@ from decideonce_server.ledger import Attempt, Key, Ledger, Record, Reservation, 
 from decideonce_server.limits import Limits
 from decideonce_server.policy import PolicyVersion
 from decideonce_server.recording import ATTEMPTS_EXHAUSTED, completion
+from decideonce_server.sets import LedgerSets
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,9 @@ class DecisionRequest:
 class Reserve:
     """Reserves keys."""
 
-    def __init__(self, ledger: Ledger, catalog: CatalogReader, limits: Limits) -> None:
+    def __init__(self, ledger: Ledger, sets: LedgerSets, catalog: CatalogReader, limits: Limits) -> None:
         self._ledger = ledger
+        self._sets = sets
         self._catalog = catalog
         self._limits = limits
 
@@ -107,13 +109,12 @@ class Reserve:
     async def _reserve_or_read(self, key: Key, reservation: Reservation | DecideonceError) -> Attempt | Record:
         if isinstance(reservation, Reservation):
             try:
-                (found,) = await self._ledger.reserve([reservation])
+                return await self._sets.reserve(reservation)
             except ConnectionLost:
                 # Lost on the way back, it would leave the key to nobody for a whole lease: made again, a reservation
                 # knows its own record.
-                (found,) = await self._ledger.reserve([reservation])
-            return found
-        (record,) = await self._ledger.read([key])
+                return await self._sets.reserve(reservation)
+        record = await self._sets.read(key)
         if record is None:
             raise reservation
         return record

@@ -15,10 +15,10 @@ from decideonce_server.catalog_wire import EXECUTIONS
 from decideonce_server.decide import Decide
 from decideonce_server.errors import DecisionNotFound, OperationNotFound
 from decideonce_server.fingerprint import FINGERPRINT_VERSION
-from decideonce_server.ledger import Ledger
 from decideonce_server.policy import PolicyVersion
 from decideonce_server.recording import RESULT_BYTES_MAX
 from decideonce_server.requests import REQUEST_BYTES_MAX, decision_key, name_of, wait_of
+from decideonce_server.sets import LedgerSets
 from decideonce_server.values import DEPTH_MAX
 from decideonce_server.waiting import ANSWER_TIME, Waiters, is_settled
 from decideonce_server.wire import Context
@@ -30,7 +30,7 @@ STATUS_WAIT_MAX = timedelta(seconds=30)
 class DecisionServicer(DecisionServiceServicer):
     """Decides, tells what is recorded, and tells an operation's contract."""
 
-    def __init__(self, decide: Decide, ledger: Ledger, catalog: CatalogReader, waiters: Waiters) -> None:
+    def __init__(self, decide: Decide, ledger: LedgerSets, catalog: CatalogReader, waiters: Waiters) -> None:
         self._decide = decide
         self._ledger = ledger
         self._catalog = catalog
@@ -48,7 +48,7 @@ class DecisionServicer(DecisionServiceServicer):
         wait = min(wait_of(request) or timedelta(0), STATUS_WAIT_MAX)
         if (left := cast("float | None", context.time_remaining())) is not None:
             wait = min(wait, timedelta(seconds=left) - ANSWER_TIME)
-        (record,) = await self._ledger.read([key])
+        record = await self._ledger.read(key)
         if record is None:
             raise DecisionNotFound
         if not is_settled(record) and wait > timedelta(0):

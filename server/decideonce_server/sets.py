@@ -1,0 +1,180 @@
+"""Makes calls of one process that come at the same moment share one statement, and with it one commit.
+
+Nobody waits for company: a member that finds no set under way goes at once, and those that come while one is under way
+go together in the next. So sets grow with the load, and a lone caller is alone.
+"""
+
+import asyncio
+import contextvars
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from decideonce_server.database import LockTimeout
+from decideonce_server.errors import LedgerUnavailable, Overloaded
+from decideonce_server.ledger import Attempt, Completion, Key, Ledger, Record, Reservation
+
+# Above this a statement gains nothing more, and its rows stay locked for longer.
+SIZE_MAX = 128
+# A set that takes this long waits for something; what comes after it doesn't have to.
+PATIENCE_S = 0.025
+UNDER_WAY_MAX = 4
+# More would wait for longer than their callers do.
+WAITING_MAX = 5_000
+# By then a part of what a process has to do is done: attempts take milliseconds to a second.
+OVERLOAD_RETRY_AFTER = timedelta(seconds=1)
+
+M = TypeVar("M")
+R = TypeVar("R")
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting(Generic[M, R]):
+    member: M
+    key: Key
+    result: asyncio.Future[R] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(eq=False, slots=True)
+class _Set(Generic[M, R]):
+    members: list[_Waiting[M, R]]
+    is_slow: bool = False
+
+
+class Sets(Generic[M, R]):
+    """Forms the sets of one operation of the ledger, each of SIZE_MAX members at most, from tenants in turn.
+
+    A member that fails for what it is fails alone: the others are sent again, each by itself. `distinct`: no set has
+    two members of one key. `bounded`: members may be shed.
+    """
+
+    def __init__(
+        self,
+        operation: Callable[[Sequence[M]], Awaitable[list[R]]],
+        key_of: Callable[[M], Key],
+        *,
+        distinct: bool = False,
+        bounded: bool = False,
+    ) -> None:
+        self._operation = operation
+        self._key_of = key_of
+        self._distinct = distinct
+        self._bounded = bounded
+        # By tenant, in turn.
+        self._waiting: OrderedDict[str, deque[_Waiting[M, R]]] = OrderedDict()
+        self._count = 0
+        self._under_way: set[_Set[M, R]] = set()
+        self._is_scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, member: M) -> R:
+        """Send a member with others, and give its result.
+
+        Raises:
+            Overloaded: too many wait already, and members may be shed.
+            LedgerUnavailable, LockTimeout, ConnectionLost: see Ledger.
+        """
+        if self._bounded and self._count >= WAITING_MAX:
+            raise Overloaded(OVERLOAD_RETRY_AFTER)
+        waiting: _Waiting[M, R] = _Waiting(member, self._key_of(member))
+        self._put(waiting)
+        self._begin_soon()
+        return await waiting.result
+
+    def _put(self, waiting: _Waiting[M, R]) -> None:
+        self._waiting.setdefault(waiting.key.tenant, deque()).append(waiting)
+        self._count += 1
+
+    def _begin_soon(self) -> None:
+        """Begin a set when everything that is ready to run now has had its chance to join it."""
+        may_begin = len(self._under_way) < UNDER_WAY_MAX and all(set_.is_slow for set_ in self._under_way)
+        if self._count and may_begin and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._is_scheduled = False
+        members = self._take()
+        if not members:
+            return
+        set_ = _Set(members)
+        self._under_way.add(set_)
+        # In a context of its own: what belongs to one call isn't the set's.
+        task = asyncio.get_running_loop().create_task(self._send(set_), context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _take(self) -> list[_Waiting[M, R]]:
+        taken: list[_Waiting[M, R]] = []
+        keys: set[Key] = set()
+        later: list[_Waiting[M, R]] = []
+        while self._waiting and len(taken) < SIZE_MAX:
+            tenant, queue = self._waiting.popitem(last=False)
+            waiting = queue.popleft()
+            self._count -= 1
+            if queue:
+                self._waiting[tenant] = queue
+            if waiting.result.done():
+                # Its caller left.
+                continue
+            if self._distinct and waiting.key in keys:
+                later.append(waiting)
+                continue
+            keys.add(waiting.key)
+            taken.append(waiting)
+        for waiting in later:
+            self._put(waiting)
+        return taken
+
+    async def _send(self, set_: _Set[M, R]) -> None:
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._lose_patience, set_)
+        try:
+            await self._settle(set_.members)
+        finally:
+            patience.cancel()
+            self._under_way.discard(set_)
+            self._begin_soon()
+
+    def _lose_patience(self, set_: _Set[M, R]) -> None:
+        set_.is_slow = True
+        self._begin_soon()
+
+    async def _settle(self, members: list[_Waiting[M, R]]) -> None:
+        try:
+            results = await self._operation([waiting.member for waiting in members])
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is for who waits
+            is_of_one = isinstance(error, LockTimeout) or not isinstance(error, LedgerUnavailable)
+            if is_of_one and len(members) > 1:
+                await asyncio.gather(*(self._settle([waiting]) for waiting in members))
+                return
+            for waiting in members:
+                if not waiting.result.done():
+                    waiting.result.set_exception(error)
+            return
+        for waiting, result in zip(members, results, strict=True):
+            if not waiting.result.done():
+                waiting.result.set_result(result)
+
+
+class LedgerSets:
+    """The ledger's operations on the way of a call, one member each; see Ledger for what they do and raise."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._reserve: Sets[Reservation, Attempt | Record] = Sets(ledger.reserve, lambda r: r.key, bounded=True)
+        self._read: Sets[Key, Record | None] = Sets(ledger.read, lambda key: key, bounded=True)
+        # Two attempts at one key may end at the same moment, one of them too late.
+        self._complete: Sets[Completion, Record | None] = Sets(ledger.complete, lambda c: c.key, distinct=True)
+
+    async def reserve(self, reservation: Reservation) -> Attempt | Record:
+        """Reserve a key, or read what is recorded under it."""
+        return await self._reserve.run(reservation)
+
+    async def read(self, key: Key) -> Record | None:
+        """Read what is recorded under a key; None where nothing is, or nothing any more."""
+        return await self._read.run(key)
+
+    async def complete(self, completion: Completion) -> Record | None:
+        """End an attempt, with its events; None where the attempt is no longer the key's."""
+        return await self._complete.run(completion)
