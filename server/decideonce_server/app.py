@@ -72,10 +72,16 @@ STOP_SURPLUS = timedelta(seconds=10)
 # When the last attempt has ended: for answers to leave, and for whoever watches health to hear of the stop.
 ANSWERS_LEAVE_S = 1.0
 
+# Calls that a process reads to their end before it sheds any; each is a request of up to 1 MiB.
+CALLS_MAX = 10_000
+
 SERVER_OPTIONS = [
     # Workers share the port.
     ("grpc.so_reuseport", 1),
     ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
+    # gRPC would cancel what waits to be read above 1,000 calls, replays too, and tell nobody when to come back.
+    ("grpc.server.max_pending_requests", CALLS_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", CALLS_MAX),
     # A token, a trace and what proxies add; gRPC's own default, said here as it is part of the contract.
     ("grpc.max_metadata_size", 8 * 1024),
 ]

@@ -168,7 +168,8 @@ RESERVE = Statement(
     # reserves at this moment gives no row: `read` then sees it, with a newer snapshot. A background key begins before
     # its first attempt, with a lease that is over, so that a worker takes it over like any other.
     "reserve",
-    f"""WITH n AS MATERIALIZED (SELECT * FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
+    f"""WITH n AS MATERIALIZED (
+        SELECT * FROM unnest(CAST(:buckets AS smallint[]), CAST(:tenants AS text[]), CAST(:operations AS text[]),
         CAST(:operation_keys AS text[]), CAST(:decision_ids AS uuid[]), CAST(:leases AS interval[]),
         CAST(:backgrounds AS boolean[]), CAST(:fingerprint_versions AS smallint[]), CAST(:fingerprints AS bytea[]),
         CAST(:operation_versions AS integer[]), CAST(:policy_ids AS text[]), CAST(:policy_versions AS integer[]),
@@ -365,7 +366,7 @@ class Ledger:
         results: dict[UUID, Attempt | Record] = {}
         rest = sorted(reservations, key=lambda r: r.key.row)
         while rest:
-            rows = await self._database.run(RESERVE, **_reserve_parameters(rest))
+            rows = await self._database.run(RESERVE, **reserve_parameters(rest))
             known = {record.key: record for record in map(_record, rows)}
             rest = _settle(rest, known, results)
             if not rest:
@@ -483,7 +484,8 @@ def _key_parameters(keys: Sequence[Key]) -> dict[str, list[Any]]:
     }
 
 
-def _reserve_parameters(reservations: Sequence[Reservation]) -> dict[str, list[Any]]:
+def reserve_parameters(reservations: Sequence[Reservation]) -> dict[str, list[Any]]:
+    """Give the parameters of RESERVE."""
     return _key_parameters([r.key for r in reservations]) | {
         "decision_ids": [r.decision_id for r in reservations],
         "leases": [r.lease for r in reservations],
