@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test check chaos bench interop generate lock clean
+.PHONY: help setup run demo test check chaos bench interop generate lock audit clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -77,6 +77,11 @@ lock: ## bring the locked versions up to date
 	$(VENV)/lock/bin/python $(PIP) uv
 	cd requirements && for name in serve dev generate; do ../$(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal \
 		--python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name.in -o $$name.txt; done
+
+audit: ## ask PyPI for known vulnerabilities of what is locked
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python $(PIP) pip-audit
+	for name in serve dev generate; do $(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/$$name.txt || exit 1; done
 
 clean: ## remove what was made
 	rm -rf $(VENV) .decideonce dist
