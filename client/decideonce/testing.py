@@ -178,14 +178,22 @@ class DecideonceServer:
     """A service for tests; `with` starts and stops it.
 
     `address` is where it is then. It takes calls with the bearer token `token`, and they are those of the tenant
-    `tenant`. Tests of any thread or loop may use it; `listen` may be a `unix:` address, too.
+    `tenant`. Tests of any thread or loop may use it; `listen` may be a `unix:` address, too. With `credentials` it has
+    TLS, such as those of `grpc.ssl_server_credentials()`.
     """
 
-    def __init__(self, *, tenant: str = "test", listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        *,
+        tenant: str = "test",
+        listen: str = "127.0.0.1:0",
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self.tenant = tenant
         self.token = secrets.token_urlsafe(16)
         self.address = listen
         self.calls: list[Call] = []
+        self._credentials = credentials
         self._policies: dict[str, Policy] = {}
         self._faults: deque[Fault | None] = deque()
         self._records: dict[tuple[str, str], _Record] = {}
@@ -243,7 +251,10 @@ class DecideonceServer:
         }
         handler = grpc.method_handlers_generic_handler("decideonce.v1.DecisionService", handlers)
         self._server.add_generic_rpc_handlers((handler,))
-        port = self._server.add_insecure_port(self.address)
+        if self._credentials is None:
+            port = self._server.add_insecure_port(self.address)
+        else:
+            port = self._server.add_secure_port(self.address, self._credentials)
         if not self.address.startswith("unix"):
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
         self._server.start()

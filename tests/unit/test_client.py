@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 
 from decideonce import client as public
 from decideonce import errors
@@ -264,6 +265,34 @@ async def test_unix_socket(tmp_path: Path) -> None:
         server.decides(OPERATION, Outcome("APPROVED"))
         async with server.client() as made:
             assert "APPROVED" == (await made.decide(OPERATION, FACTS)).outcome
+
+
+@pytest.mark.parametrize("kind", [DecisionClient, SyncDecisionClient])
+async def test_tls(kind) -> None:
+    """Over TLS a token is sent to whom the given authority vouches for, and to nobody else."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost")
+    (chain,) = certificate.cert_chain_pems
+    credentials = grpc.ssl_server_credentials([(certificate.private_key_pem.bytes(), chain.bytes())])
+    trusting = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    with DecideonceServer(listen="localhost:0", credentials=credentials) as server:
+        server.decides(OPERATION, Outcome("APPROVED"))
+        for channel_credentials, expected in ((trusting, "APPROVED"), (grpc.ssl_channel_credentials(), "UNAVAILABLE")):
+            made = kind(server.address, token=server.token, credentials=channel_credentials)
+            assert expected == await outcome(made)
+        assert 1 == len(server.calls)
+
+
+async def outcome(client: DecisionClient | SyncDecisionClient) -> str:
+    """Give the outcome of a decision, or the code of the error that it ends with, and close the client."""
+    try:
+        if isinstance(client, SyncDecisionClient):
+            with client:
+                return (await asyncio.to_thread(client.decide, OPERATION, FACTS, deadline=2)).outcome
+        async with client:
+            return (await client.decide(OPERATION, FACTS, deadline=2)).outcome
+    except errors.DecideonceError as error:
+        return error.code.name
 
 
 async def test_service_that_is_not_there() -> None:

@@ -138,6 +138,14 @@ def test_processing_ends_with_the_deadline() -> None:
     assert driver.now - begun <= 5.0
 
 
+def test_no_time_at_all() -> None:
+    """A call without any time sends nothing."""
+    driver = Driver()
+    with pytest.raises(errors.DeadlineExceeded, match="before anything was sent"):
+        decide(driver, deadline_s=0.0)
+    assert [] == driver.sent
+
+
 def test_failed_attempts_are_repeated_when_the_service_says() -> None:
     """FAILED_RETRYABLE is sent again after its retry_after, the same bytes, until it is decided."""
     retryable = failed(wire.DECISION_STATUS_FAILED_RETRYABLE, "POLICY_TIMEOUT", 1000)
