@@ -21,6 +21,7 @@ from decideonce.errors import (
     DeadlineExceeded,
     DecideonceError,
     DecisionFailed,
+    DecisionNotFound,
     FailedRetryable,
     InternalError,
     OperationKeyExpired,
@@ -123,14 +124,19 @@ class Protocol:
         A poll waits for whoever decides, a resend takes over from one whose process died.
         """
         wait_until = course.until if max_wait_s is None else min(course.until, self.now() + max_wait_s)
-        method = Method.DECIDE
+        polls = False
         while True:
-            if method is Method.DECIDE:
-                answer = yield from self._answer(method, request.body, course, max_wait_s or 0.0)
-            else:
+            if polls:
                 hold_s = max(0.0, min(POLL_HOLD_MAX_S, wait_until - self.now()))
                 poll = requests.status_request(request.operation, request.operation_key, hold_s)
-                answer = yield from self._answer(method, poll, course, hold_s)
+                try:
+                    answer = yield from self._answer(Method.GET_DECISION_STATUS, poll, course, hold_s)
+                except DecisionNotFound:
+                    # The service fell back to a ledger that doesn't have it: it is decided there, as if it were new.
+                    polls = False
+                    continue
+            else:
+                answer = yield from self._answer(Method.DECIDE, request.body, course, max_wait_s or 0.0)
             recorded = _recorded(answer)
             if recorded.decision is not None:
                 return recorded.decision
@@ -139,13 +145,12 @@ class Protocol:
             if isinstance(error, StillProcessing):
                 course.failures = 0
                 yield from self._pause(pause_s + self.jitter(0, self.policy.backoff_s(1)), course, wait_until, error)
-                polls_next = method is Method.DECIDE
+                polls = not polls
             elif isinstance(error, FailedRetryable):
                 yield from self._pause_after_failure(pause_s, course, error)
-                polls_next = False
+                polls = False
             else:
                 raise error
-            method = Method.GET_DECISION_STATUS if polls_next else Method.DECIDE
 
     def status(self, operation: str, key: str, max_wait_s: float, deadline_s: float) -> Steps[Recorded]:
         """Ask what is recorded, once it is settled or the wait is over."""

@@ -45,11 +45,11 @@ __all__ = [
     "Call",
     "DecideonceServer",
     "Error",
-    "FailedRetryable",
-    "Failure",
+    "FinalFailure",
     "LostReply",
     "Outcome",
     "Processing",
+    "RetryableFailure",
 ]
 
 DEFAULT_WAIT_S = 0.5
@@ -73,7 +73,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FinalFailure:
     """FAILED_FINAL is recorded: `reason` is the name of an ErrorReason without its prefix."""
 
     reason: str = "POLICY_FAILED"
@@ -93,7 +93,7 @@ class Processing:
 
 
 @dataclass(frozen=True, slots=True)
-class FailedRetryable:
+class RetryableFailure:
     """FAILED_RETRYABLE is recorded; the next call makes another attempt, and takes the next fault."""
 
     reason: str = "POLICY_TIMEOUT"
@@ -136,8 +136,8 @@ class Error:
         return cls(grpc.StatusCode.INTERNAL, "INTERNAL", metadata={"correlation_id": secrets.token_hex(8)})
 
 
-Fault = LostReply | Processing | FailedRetryable | Error
-Policy = Outcome | Failure | Callable[[dict[str, Any]], Outcome | Failure]
+Fault = LostReply | Processing | RetryableFailure | Error
+Policy = Outcome | FinalFailure | Callable[[dict[str, Any]], Outcome | FinalFailure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ class DecideonceServer:
             raise _Refusal(Error(grpc.StatusCode.NOT_FOUND, "POLICY_VERSION_NOT_FOUND", metadata=metadata))
         response = wire.DecideResponse(provenance=self._provenance(request, canonical, attempt))
         retry_after_s = RETRY_AFTER_S
-        if isinstance(fault, FailedRetryable):
+        if isinstance(fault, RetryableFailure):
             response.status = wire.DECISION_STATUS_FAILED_RETRYABLE
             response.failure.reason, response.failure.message = fault.reason, fault.message
             retry_after_s = fault.retry_after_s
@@ -421,8 +421,8 @@ def _answer(record: _Record, *, replayed: bool) -> bytes:
     return record.settled + rest.SerializeToString(deterministic=True)
 
 
-def _fill(response: wire.DecideResponse, decided: Outcome | Failure) -> None:
-    if isinstance(decided, Failure):
+def _fill(response: wire.DecideResponse, decided: Outcome | FinalFailure) -> None:
+    if isinstance(decided, FinalFailure):
         response.status = wire.DECISION_STATUS_FAILED_FINAL
         response.failure.reason, response.failure.message = decided.reason, decided.message
         return

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from decideonce.testing import DecideonceServer, FailedRetryable, Failure, Outcome, Processing
+from decideonce.testing import DecideonceServer, FinalFailure, Outcome, Processing, RetryableFailure
 from decideonce.v1 import decision_service_pb2 as wire
 from harness import Caller, CallError, decide_request, new_key, recorded, refused, struct
 from stage import Stage
@@ -34,13 +34,13 @@ class Scripted(DecideonceServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decides(OPERATION, lambda facts: Failure() if facts == FAILS else Outcome("DONE", {"echo": {}}))
+        self.decides(OPERATION, lambda facts: FinalFailure() if facts == FAILS else Outcome("DONE", {"echo": {}}))
 
     def _decide(self, request: wire.DecideRequest, context: Any) -> bytes:
         if request.facts == struct(TAKES_A_WHILE):
             self.next(Processing(0.3))
         if request.facts == struct(RETRIES):
-            self.next(FailedRetryable("POLICY_RETRY_LATER"))
+            self.next(RetryableFailure("POLICY_RETRY_LATER"))
         return super()._decide(request, context)
 
 

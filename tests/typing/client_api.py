@@ -34,7 +34,7 @@ from decideonce.client import (
     prepare,
 )
 from decideonce.journal import PostgresJournal
-from decideonce.testing import DecideonceServer, Error, FailedRetryable, LostReply, Outcome, Processing
+from decideonce.testing import DecideonceServer, Error, LostReply, Outcome, Processing, RetryableFailure
 
 
 async def with_asyncio(journal: Journal) -> None:
@@ -111,7 +111,7 @@ def for_tests(decideonce_server: DecideonceServer) -> None:
     """Script a service for tests."""
     decideonce_server.decides("credit.approve-loan", Outcome("APPROVED", {"limit": 1}, ["fine"]))
     decideonce_server.decides("credit.approve-loan", lambda facts: Outcome("DENIED" if facts["n"] else "APPROVED"))
-    decideonce_server.next(LostReply(), Processing(0.5), FailedRetryable(), Error.overloaded(), None)
+    decideonce_server.next(LostReply(), Processing(0.5), RetryableFailure(), Error.overloaded(), None)
     assert_type(decideonce_server.client(deadline=1), DecisionClient)
     assert_type(decideonce_server.sync_client(), SyncDecisionClient)
     assert_type(decideonce_server.calls[0].facts, dict[str, Any])

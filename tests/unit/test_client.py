@@ -20,7 +20,7 @@ import trustme
 from decideonce import client as public
 from decideonce import errors
 from decideonce.client import DecisionClient, DecisionStatus, Journal, RetryPolicy, SyncDecisionClient, prepare
-from decideonce.testing import DecideonceServer, Error, FailedRetryable, Failure, LostReply, Outcome, Processing
+from decideonce.testing import DecideonceServer, Error, FinalFailure, LostReply, Outcome, Processing, RetryableFailure
 from processes import free_address, until
 
 OPERATION = "credit.approve-loan"
@@ -145,10 +145,10 @@ async def test_deadline_bounds_everything(server, client) -> None:
 
 async def test_attempts_that_fail(server, client) -> None:
     """An attempt that fails is followed by another, until one decides."""
-    server.next(FailedRetryable(), FailedRetryable(), None)
+    server.next(RetryableFailure(), RetryableFailure(), None)
     decision = await client.decide(OPERATION, FACTS)
     assert (3, False) == (decision.provenance.attempt, decision.replayed)
-    server.next(FailedRetryable(retry_after_s=60.0))
+    server.next(RetryableFailure(retry_after_s=60.0))
     with pytest.raises(errors.FailedRetryable) as raised:
         await client.decide(OPERATION, FACTS, deadline=5)
     recorded = await client.status(OPERATION, raised.value.operation_key)
@@ -157,7 +157,7 @@ async def test_attempts_that_fail(server, client) -> None:
 
 async def test_final_failures_are_replayed(server, client) -> None:
     """A failure that is recorded for good is raised again by the same key, as replayed."""
-    server.decides(OPERATION, lambda facts: Failure() if facts["n"] else Outcome("APPROVED"))
+    server.decides(OPERATION, lambda facts: FinalFailure() if facts["n"] else Outcome("APPROVED"))
     with pytest.raises(errors.DecisionFailed, match="POLICY_FAILED") as first:
         await client.decide(OPERATION, {"n": 1})
     with pytest.raises(errors.DecisionFailed) as again:

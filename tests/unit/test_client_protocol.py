@@ -119,6 +119,13 @@ def test_polls_and_resends_take_turns() -> None:
     assert 28.65 == round(driver.sent[1].timeout_s, 6)
 
 
+def test_decision_that_got_lost() -> None:
+    """A poll that finds nothing, as after a failover that lost the record, is followed by the request itself."""
+    driver = Driver(processing(), ended(CODE.NOT_FOUND, "DECISION_NOT_FOUND"), succeeded())
+    assert "APPROVED" == decide(driver).outcome
+    assert ["Decide", "GetDecisionStatus", "Decide"] == driver.methods
+
+
 def test_who_does_not_wait_is_told_at_once() -> None:
     """With max_wait zero a decision under way ends the call, with the key and when to ask again."""
     driver = Driver(processing(250))
