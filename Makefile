@@ -57,6 +57,8 @@ check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stu
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typing
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python tests/typing
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf format --diff --exit-code protos
 	$(BIN)/buf lint

@@ -12,26 +12,17 @@ Connections are asyncpg's or SQLAlchemy's; neither library is imported unless it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
+from typing import TYPE_CHECKING, Any
 
+from decideonce import _postgres
+from decideonce._postgres import NotInTransaction, Statement
 from decideonce.events import Event
 
 if TYPE_CHECKING:
-    import asyncpg
-    import sqlalchemy
-    from asyncpg.pool import PoolConnectionProxy
-    from sqlalchemy import orm
-    from sqlalchemy.ext import asyncio as sqlalchemy_asyncio
+    from decideonce._postgres import AsyncConnection, SyncConnection
 
-    AsyncConnection: TypeAlias = (
-        asyncpg.Connection[Any]
-        | PoolConnectionProxy[Any]
-        | sqlalchemy_asyncio.AsyncConnection
-        | sqlalchemy_asyncio.AsyncSession
-    )
-    SyncConnection: TypeAlias = sqlalchemy.Connection | orm.Session
+__all__ = ["CONSUMER_MAX", "HORIZON", "MARGIN", "SCHEMA", "EventTooOld", "Inbox", "NotInTransaction"]
 
 SCHEMA = """\
 CREATE TABLE IF NOT EXISTS decideonce_inbox (
@@ -70,30 +61,7 @@ class EventTooOld(Exception):
         return f"event {self.event.id} of {self.event.time.isoformat()} is past the horizon of {self.horizon}"
 
 
-class NotInTransaction(RuntimeError):
-    """The connection is in no transaction: a crash between the mark and the effects would lose the event."""
-
-    def __init__(self) -> None:
-        super().__init__("the inbox needs the transaction that has the event's effects: begin one, without autocommit")
-
-
-@dataclass(frozen=True, slots=True)
-class _Statement:
-    """A statement with named parameters, in their order."""
-
-    text: str
-    parameters: tuple[str, ...]
-
-    @property
-    def numbered(self) -> str:
-        """The statement as asyncpg has it."""
-        text = self.text
-        for number, name in enumerate(self.parameters, 1):
-            text = text.replace(f":{name}", f"${number}")
-        return text
-
-
-_MARK = _Statement(
+_MARK = Statement(
     # Waits for another transaction that writes the same mark, and inserts where that one rolls back. Seconds and not
     # days, which have 23 or 25 hours now and then; the statement's time and not the transaction's, which stands still.
     """\
@@ -110,7 +78,7 @@ SELECT time > horizon AS accepted, EXISTS (SELECT FROM mark) AS first FROM event
     ("consumer", "event_id", "event_time", "horizon"),
 )
 
-_PURGE = _Statement(
+_PURGE = Statement(
     """\
 /* decideonce_inbox_purge */ WITH old AS (
     SELECT consumer, event_id FROM decideonce_inbox
@@ -154,18 +122,13 @@ class Inbox:
         Raises EventTooOld, with the transaction unharmed; NotInTransaction; TypeError for what is no such connection;
         and what the connection raises.
         """
-        if _is_asyncpg(connection):
-            if not connection.is_in_transaction():
-                raise NotInTransaction
-            return self._judge(event, await connection.fetchrow(_MARK.numbered, *self._mark(event)))
-        return await _sqlalchemy(connection).run_sync(self.first_time_sync, event)
+        (row,) = await _postgres.rows(connection, _MARK, self._mark(event), in_transaction=True)
+        return self._judge(event, row)
 
     def first_time_sync(self, connection: SyncConnection, event: Event) -> bool:
         """Do what `first_time` does, with a connection or session of SQLAlchemy that isn't async."""
-        joined = _joined(connection)
-        if _is_autocommit(joined):
-            raise NotInTransaction
-        return self._judge(event, _execute(joined, _MARK, self._mark(event)))
+        (row,) = _postgres.rows_sync(connection, _MARK, self._mark(event), in_transaction=True)
+        return self._judge(event, row)
 
     async def purge(self, connection: AsyncConnection, limit: int = 1000) -> int:
         """Delete up to `limit` (1 or more) marks of this consumer, oldest first, and give how many it were.
@@ -173,13 +136,13 @@ class Inbox:
         A mark goes a day after the horizon refuses its event, so no answer of `first_time` changes. Call it now and
         then, until it gives less than the limit, in a transaction each. Raises ValueError for a limit below 1.
         """
-        if _is_asyncpg(connection):
-            return int(await connection.fetchval(_PURGE.numbered, *self._kept(limit)))
-        return await _sqlalchemy(connection).run_sync(self.purge_sync, limit)
+        ((purged,),) = await _postgres.rows(connection, _PURGE, self._kept(limit))
+        return int(purged)
 
     def purge_sync(self, connection: SyncConnection, limit: int = 1000) -> int:
         """Do what `purge` does, with a connection or session of SQLAlchemy that isn't async."""
-        return int(_execute(_joined(connection), _PURGE, self._kept(limit))[0])
+        ((purged,),) = _postgres.rows_sync(connection, _PURGE, self._kept(limit))
+        return int(purged)
 
     def _mark(self, event: Event) -> tuple[str, str, datetime, float]:
         # Both times are of the same moment, of two clocks. Taking the older one, an event that was given a new time on
@@ -197,33 +160,3 @@ class Inbox:
         if limit < 1:
             raise ValueError("limit must be 1 or more")
         return self.consumer, (self.horizon + MARGIN).total_seconds(), limit
-
-
-def _is_asyncpg(connection: object) -> TypeGuard[asyncpg.Connection[Any] | PoolConnectionProxy[Any]]:
-    return hasattr(connection, "is_in_transaction")
-
-
-def _sqlalchemy(connection: object) -> sqlalchemy_asyncio.AsyncConnection | sqlalchemy_asyncio.AsyncSession:
-    if not hasattr(connection, "run_sync"):
-        raise TypeError("the inbox needs a connection of asyncpg, or an async connection or session of SQLAlchemy")
-    return cast("sqlalchemy_asyncio.AsyncConnection", connection)
-
-
-def _joined(connection: Any) -> sqlalchemy.Connection:
-    """Give the connection that is in the transaction of a session, or the connection itself."""
-    if hasattr(connection, "run_sync") or not hasattr(connection, "connection"):
-        raise TypeError("the inbox needs a connection or session of SQLAlchemy that isn't async")
-    is_session = hasattr(connection, "get_bind")
-    return cast("sqlalchemy.Connection", connection.connection() if is_session else connection)
-
-
-def _is_autocommit(connection: sqlalchemy.Connection) -> bool:
-    driver = connection.connection.dbapi_connection
-    return driver is not None and connection.dialect.detect_autocommit_setting(driver)
-
-
-def _execute(connection: sqlalchemy.Connection, statement: _Statement, values: tuple[Any, ...]) -> Any:
-    # Whoever has such a connection has the library.
-    from sqlalchemy import text  # noqa: PLC0415
-
-    return connection.execute(text(statement.text), dict(zip(statement.parameters, values, strict=True))).one()

@@ -74,6 +74,10 @@ ANSWERS_LEAVE_S = 1.0
 
 # Calls that a process reads to their end before it sheds any; each is a request of up to 1 MiB.
 CALLS_MAX = 10_000
+# A call may outlive its connection's age by this: longer than any wait that an operation grants.
+CONNECTION_GRACE = timedelta(minutes=6)
+# What gRPC counts as for ever, and the longest that it can count at all.
+MILLISECONDS_MAX = 2**31 - 1
 
 SERVER_OPTIONS = [
     # Workers share the port.
@@ -84,6 +88,11 @@ SERVER_OPTIONS = [
     ("grpc.server.max_pending_requests_hard_limit", CALLS_MAX),
     # A token, a trace and what proxies add; gRPC's own default, said here as it is part of the contract.
     ("grpc.max_metadata_size", 8 * 1024),
+    # Pings keep a connection alive between calls, and find out about one that died. gRPC's default takes one in five
+    # minutes, and ends the connection of a client that sends more.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_connection_age_grace_ms", CONNECTION_GRACE // timedelta(milliseconds=1)),
 ]
 
 log = structlog.get_logger()
@@ -233,6 +242,7 @@ def _environment(settings: Settings, url: DatabaseUrl) -> dict[str, str]:
         "DECIDEONCE_TLS_CLIENT_CA": settings.tls_client_ca,
         "DECIDEONCE_CALLERS": settings.callers,
         "DECIDEONCE_ALLOW_PLAINTEXT": "1" if settings.allow_plaintext else None,
+        "DECIDEONCE_CONNECTION_AGE_MAX": f"{settings.connection_age_max // timedelta(milliseconds=1)}ms",
         "DECIDEONCE_POOL_SIZE": settings.pool_size,
         "DECIDEONCE_EVALUATORS": settings.evaluators,
         "DECIDEONCE_ATTEMPTS_MAX": settings.attempts_max,
@@ -415,7 +425,9 @@ def _tls_files(settings: Settings) -> TlsFiles | None:
 
 
 async def _start_server(parts: Parts, settings: Settings) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-    server = grpc.aio.server(interceptors=interceptors(parts), options=SERVER_OPTIONS)
+    age_ms = settings.connection_age_max // timedelta(milliseconds=1) or MILLISECONDS_MAX
+    options = [*SERVER_OPTIONS, ("grpc.max_connection_age_ms", min(age_ms, MILLISECONDS_MAX))]
+    server = grpc.aio.server(interceptors=interceptors(parts), options=options)
     add_DecisionServiceServicer_to_server(
         DecisionServicer(parts.decide, parts.sets, parts.catalog, parts.waiters), server
     )

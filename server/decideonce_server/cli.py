@@ -39,6 +39,13 @@ listen_settings = _together(
         type=click.Path(path_type=Path, exists=True),
     ),
     setting("--allow-plaintext", "Serve without TLS on an address that isn't loopback.", is_flag=True),
+    setting(
+        "--connection-age-max",
+        "How old a connection gets until its client is asked for a new one, which may reach another instance; its "
+        "calls end first. 0s: for ever.",
+        type=DURATION,
+        default="30m",
+    ),
 )
 process_settings = _together(
     setting("--metrics", "Where to serve Prometheus metrics. Without it: nowhere."),

@@ -34,6 +34,7 @@ class Settings:
     tls_client_ca: Path | None = None
     callers: Path | None = None
     allow_plaintext: bool = False
+    connection_age_max: timedelta = timedelta(minutes=30)
     pool_size: int = 10
     evaluators: int = 16
     attempts_max: int = 1000

@@ -333,7 +333,7 @@ async def test_what_is_no_connection(engine: AsyncEngine) -> None:
     """What the inbox can't work with is refused by its type."""
     event, billing = aged(NEW), Inbox("billing")
     for wrong in (engine, None, sqlalchemy.create_engine("postgresql+psycopg://")):
-        with pytest.raises(TypeError, match="the inbox needs a connection of asyncpg, or an async"):
+        with pytest.raises(TypeError, match="needed is a connection of asyncpg, or an async"):
             await billing.first_time(wrong, event)
         with pytest.raises(TypeError, match="SQLAlchemy that isn't async"):
             billing.purge_sync(wrong)

@@ -25,6 +25,20 @@ def test_consumers_need_no_other_library() -> None:
     assert ("billing\n", "") == (ran.stdout, ran.stderr)
 
 
+def test_callers_need_no_other_library() -> None:
+    """The clients, the journal and the service for tests work where there is only the client with what it needs."""
+    program = f"""{BLOCKER}
+from decideonce.journal import PostgresJournal
+from decideonce.testing import DecideonceServer, Outcome
+with DecideonceServer() as server:
+    server.decides("test.echo", Outcome("DONE"))
+    with server.sync_client() as client:
+        print(PostgresJournal("loans").name, client.decide("test.echo", {{}}).outcome)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ("loans DONE\n", "") == (ran.stdout, ran.stderr)
+
+
 def test_blocker_blocks() -> None:
     """The block is in force: a library that is installed can't be imported."""
     program = f"{BLOCKER}\nimport sqlalchemy"
