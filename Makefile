@@ -60,8 +60,8 @@ $(INTEROP)/prometheus/.fetched: | $(STAMP)
 	@touch $@
 
 $(INTEROP)/bin/.fetched: | $(STAMP)
-	GOBIN=$(CURDIR)/$(@D) go install github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
-	GOBIN=$(CURDIR)/$(@D) go install github.com/bojand/ghz/cmd/ghz@v0.121.0
+	GOBIN=$(CURDIR)/$(@D) go install github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
+	GOBIN=$(CURDIR)/$(@D) go install github.com/bojand/ghz/cmd/ghz@v0.93.0
 	@touch $@
 
 $(LANGUAGES): $(INTEROP)/%/.built: tests/interop/build $(CLIENT_SOURCES) | $(INTEROP)/bin/.fetched $(GENERATE)/.installed

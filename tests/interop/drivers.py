@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from decideonce.v1 import decision_service_pb2 as wire
 
@@ -106,11 +106,12 @@ class Driver:
         for asked in self._asked.values():
             asked.set_exception(EOFError("the driver ended"))
 
-    def ask(self, do: str, request: Any, **more: Any) -> asyncio.Future[Said]:
-        """Send a command with a request, and give what becomes its answer."""
+    def ask(self, do: str, request: Message, **more: Any) -> asyncio.Future[Said]:
+        """Send a command with a request, as bytes in base64, and give what becomes its answer."""
         assert self._process.stdin is not None
         number = next(self._numbers)
-        command = {"id": number, "do": do, "request": MessageToDict(request), **more}
+        data = request.SerializeToString(deterministic=True)
+        command = {"id": number, "do": do, "request": base64.b64encode(data).decode(), **more}
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._asked[number] = asked = asyncio.get_running_loop().create_future()
         return asked

@@ -36,5 +36,5 @@ def test_every_answer_has_a_row() -> None:
 
 def test_links_lead_somewhere() -> None:
     """Every file that the page links to is there."""
-    links = re.findall(r"\]\(([^)#]+)\)", PAGE)
+    links = re.findall(r"\]\(([^):#]+)\)", PAGE)
     assert [] == [link for link in links if not (ROOT / "docs" / link).exists()]

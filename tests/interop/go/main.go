@@ -19,7 +19,6 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
 	"example.com/decide/decide"
@@ -27,10 +26,10 @@ import (
 )
 
 type command struct {
-	Id      int             `json:"id"`
-	Do      string          `json:"do"`
-	Request json.RawMessage `json:"request"`
-	WithinS float64         `json:"within_s"`
+	Id      int     `json:"id"`
+	Do      string  `json:"do"`
+	Request []byte  `json:"request"`
+	WithinS float64 `json:"within_s"`
 }
 
 var token = os.Getenv("DECIDEONCE_TOKEN")
@@ -85,13 +84,9 @@ func run(conn *grpc.ClientConn, one command) map[string]any {
 		answer, err := client.GetDecisionStatus(ctx, request, grpc.ForceCodecV2(received))
 		return said(answer, err, map[string]any{"raw": received.data})
 	case "finish":
-		request, err := proto.Marshal(read(one.Request, &pb.DecideRequest{}))
-		if err != nil {
-			log.Fatal(err)
-		}
 		ctx, cancel := context.WithTimeout(context.Background(), time.Duration(one.WithinS*float64(time.Second)))
 		defer cancel()
-		answer, err := decide.Finish(ctx, conn, token, request)
+		answer, err := decide.Finish(ctx, conn, token, one.Request)
 		return said(answer, err, map[string]any{})
 	case "health":
 		request := read(one.Request, &healthpb.HealthCheckRequest{})
@@ -104,8 +99,8 @@ func run(conn *grpc.ClientConn, one command) map[string]any {
 	panic("no such command: " + one.Do)
 }
 
-func read[M proto.Message](text json.RawMessage, message M) M {
-	if err := protojson.Unmarshal(text, message); err != nil {
+func read[M proto.Message](data []byte, message M) M {
+	if err := proto.Unmarshal(data, message); err != nil {
 		log.Fatal(err)
 	}
 	return message

@@ -4,10 +4,9 @@ import com.google.gson.Gson;
 import com.google.gson.JsonObject;
 import com.google.gson.JsonParser;
 import com.google.protobuf.Any;
+import com.google.protobuf.ByteString;
 import com.google.protobuf.InvalidProtocolBufferException;
-import com.google.protobuf.Message;
 import com.google.protobuf.util.Durations;
-import com.google.protobuf.util.JsonFormat;
 import com.google.rpc.ErrorInfo;
 import decideonce.v1.DecisionServiceGrpc;
 import decideonce.v1.DecisionServiceGrpc.DecisionServiceBlockingStub;
@@ -80,13 +79,13 @@ public final class Driver {
   }
 
   private static Map<String, Object> run(Channel channel, JsonObject command) throws Exception {
-    String request = command.get("request").toString();
+    byte[] request = Base64.getDecoder().decode(command.get("request").getAsString());
     Receiving receiving = new Receiving();
     DecisionServiceBlockingStub stub =
         Decide.authorized(DecisionServiceGrpc.newBlockingStub(channel), TOKEN).withInterceptors(receiving);
     switch (command.get("do").getAsString()) {
       case "decide" -> {
-        DecideResponse answer = stub.decide((DecideRequest) read(request, DecideRequest.newBuilder()));
+        DecideResponse answer = stub.decide(DecideRequest.parseFrom(request));
         Map<String, Object> said = said(answer);
         said.put("replayed", answer.getReplayed());
         said.put("raw", receiving.text());
@@ -94,18 +93,17 @@ public final class Driver {
       }
       case "status" -> {
         var answer = stub.getDecisionStatus(
-            (GetDecisionStatusRequest) read(request, GetDecisionStatusRequest.newBuilder()));
+            GetDecisionStatusRequest.parseFrom(request));
         Map<String, Object> said = said(DecideResponse.parseFrom(answer.toByteString()));
         said.put("raw", receiving.text());
         return said;
       }
       case "finish" -> {
-        var kept = read(request, DecideRequest.newBuilder()).toByteString();
         long withinMs = Math.round(command.get("within_s").getAsDouble() * 1000);
-        return said(Decide.finish(channel, TOKEN, kept, withinMs));
+        return said(Decide.finish(channel, TOKEN, ByteString.copyFrom(request), withinMs));
       }
       case "health" -> {
-        var asked = (HealthCheckRequest) read(request, HealthCheckRequest.newBuilder());
+        var asked = HealthCheckRequest.parseFrom(request);
         Map<String, Object> said = new HashMap<>();
         said.put("code", 0);
         said.put("status", HealthGrpc.newBlockingStub(channel).check(asked).getStatus().name());
@@ -113,11 +111,6 @@ public final class Driver {
       }
       default -> throw new IllegalArgumentException(command.get("do").getAsString());
     }
-  }
-
-  private static Message read(String json, Message.Builder into) throws InvalidProtocolBufferException {
-    JsonFormat.parser().merge(json, into);
-    return into.build();
   }
 
   private static Map<String, Object> said(DecideResponse answer) {

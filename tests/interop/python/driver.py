@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import grpc
-from google.protobuf import json_format
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -44,21 +43,20 @@ class Receiving:
 def run(channel: grpc.Channel, command: dict[str, Any]) -> dict[str, Any]:
     """Carry out a command."""
     stub = DecisionServiceStub(Receiving(channel))
-    request = command["request"]
+    request = base64.b64decode(command["request"])
     try:
         match command["do"]:
             case "decide":
-                data, answer = stub.Decide(json_format.ParseDict(request, wire.DecideRequest()), metadata=METADATA)
+                data, answer = stub.Decide(wire.DecideRequest.FromString(request), metadata=METADATA)
                 return said(answer, data) | {"replayed": answer.replayed}
             case "status":
-                message = json_format.ParseDict(request, wire.GetDecisionStatusRequest())
+                message = wire.GetDecisionStatusRequest.FromString(request)
                 data, answer = stub.GetDecisionStatus(message, metadata=METADATA)
                 return said(answer, data)
             case "finish":
-                kept = json_format.ParseDict(request, wire.DecideRequest()).SerializeToString()
-                return said(example.finish(channel, TOKEN, kept, command["within_s"]), b"")
+                return said(example.finish(channel, TOKEN, request, command["within_s"]), b"")
             case "health":
-                asked = json_format.ParseDict(request, health_pb2.HealthCheckRequest())
+                asked = health_pb2.HealthCheckRequest.FromString(request)
                 status = health_pb2_grpc.HealthStub(channel).Check(asked).status
                 return {"code": 0, "status": health_pb2.HealthCheckResponse.ServingStatus.Name(status)}
             case other:

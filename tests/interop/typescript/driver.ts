@@ -17,7 +17,7 @@ import { ErrorInfo } from "./generated/google/rpc/error_details";
 import { Status } from "./generated/google/rpc/status";
 
 type Fields = Record<string, unknown>;
-type Command = { id: number; do: string; request: Fields; within_s: number };
+type Command = { id: number; do: string; request: string; within_s: number };
 type Received<Answer> = { data: Buffer; answer: Answer };
 type Unary<Request, Answer> = {
   path: string;
@@ -26,40 +26,42 @@ type Unary<Request, Answer> = {
 };
 
 const TOKEN = process.env.DECIDEONCE_TOKEN ?? "";
-const METADATA = new Metadata();
+const METADATA = new Metadata({ waitForReady: true });
 METADATA.set("authorization", `Bearer ${TOKEN}`);
 const ERROR_INFO = "type.googleapis.com/google.rpc.ErrorInfo";
 
-const HEALTH_CHECK = health.Check as unknown as Unary<Fields, { status: string }>;
+const HEALTH_CHECK: Unary<Buffer, { status: string }> = {
+  ...(health.Check as unknown as Unary<unknown, { status: string }>),
+  requestSerialize: (bytes) => bytes,
+};
 
 /** Make a call that gives the answer together with its bytes as they came. */
-function call<Request, Answer>(client: Client, method: Unary<Request, Answer>, request: Request) {
+function call<Request, Answer>(client: Client, method: Unary<Request, Answer>, request: Request, metadata = METADATA) {
   const deserialize = (data: Buffer) => ({ data, answer: method.responseDeserialize(data) });
   return new Promise<Received<Answer>>((resolve, reject) => {
-    client.makeUnaryRequest(method.path, method.requestSerialize, deserialize, request, METADATA, (error, received) =>
+    client.makeUnaryRequest(method.path, method.requestSerialize, deserialize, request, metadata, (error, received) =>
       error ? reject(error) : resolve(received as Received<Answer>),
     );
   });
 }
 
 async function run(client: DecisionServiceClient, command: Command): Promise<Fields> {
+  const bytes = Buffer.from(command.request, "base64");
   switch (command.do) {
     case "decide": {
-      const request = DecideRequest.fromJSON(command.request);
+      const request = DecideRequest.decode(bytes);
       const { data, answer } = await call(client, DecisionServiceService.decide, request);
       return { ...said(answer), replayed: answer.replayed, raw: data.toString("base64") };
     }
     case "status": {
-      const request = GetDecisionStatusRequest.fromJSON(command.request);
+      const request = GetDecisionStatusRequest.decode(bytes);
       const { data, answer } = await call(client, DecisionServiceService.getDecisionStatus, request);
       return { ...said(answer), raw: data.toString("base64") };
     }
-    case "finish": {
-      const request = Buffer.from(DecideRequest.encode(DecideRequest.fromJSON(command.request)).finish());
-      return said(await finish(client, TOKEN, request, command.within_s));
-    }
+    case "finish":
+      return said(await finish(client, TOKEN, bytes, command.within_s));
     case "health": {
-      const { answer } = await call(client, HEALTH_CHECK, command.request);
+      const { answer } = await call(client, HEALTH_CHECK, bytes, new Metadata());
       return { code: 0, status: answer.status };
     }
     default:

@@ -42,7 +42,8 @@ export async function finish(
   withinS: number,
 ): Promise<Answer> {
   const end = Date.now() + withinS * 1000;
-  const metadata = new Metadata();
+  // grpc-js doesn't take this from the service config.
+  const metadata = new Metadata({ waitForReady: true });
   metadata.set("authorization", `Bearer ${token}`);
   const { operation, operationKey } = DecideRequest.decode(request);
   const statusRequest = GetDecisionStatusRequest.fromPartial({
