@@ -16,7 +16,6 @@ PREFACE_BYTES = 24
 HEADER_BYTES = 9
 PREFIX_BYTES = 5
 DATA, HEADERS = 0, 1
-END_STREAM = 1
 
 
 class Fate(Enum):
@@ -105,10 +104,11 @@ class ReplyProxy:
     async def _pass_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         bodies: defaultdict[int, bytes] = defaultdict(bytes)
         while True:
-            kind, flags, stream, frame = await _read_frame(reader)
-            if kind == DATA:
-                bodies[stream] += frame[HEADER_BYTES:]
-                if flags & END_STREAM:
+            kind, stream, frame = await _read_frame(reader)
+            if kind == DATA and frame[HEADER_BYTES:]:
+                body = bodies[stream] = bodies[stream] + frame[HEADER_BYTES:]
+                # Not at the stream's end: a service may answer before that.
+                if len(body) >= PREFIX_BYTES and len(body) == PREFIX_BYTES + int.from_bytes(body[1:PREFIX_BYTES]):
                     self.requests.append(bodies.pop(stream)[PREFIX_BYTES:])
             writer.write(frame)
             await writer.drain()
@@ -116,7 +116,7 @@ class ReplyProxy:
     async def _pass_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         begun: set[int] = set()
         while True:
-            kind, _, stream, frame = await _read_frame(reader)
+            kind, stream, frame = await _read_frame(reader)
             fate = Fate.PASSES
             if kind == HEADERS and stream not in begun:
                 begun.add(stream)
@@ -133,11 +133,11 @@ class ReplyProxy:
                 return
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, int, int, bytes]:
-    """Read one frame: its type, its flags, its stream, and all of it."""
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
+    """Read one frame: its type, its stream, and all of it."""
     header = await reader.readexactly(HEADER_BYTES)
     body = await reader.readexactly(int.from_bytes(header[:3]))
-    return header[3], header[4], int.from_bytes(header[5:]) & 0x7FFFFFFF, header + body
+    return header[3], int.from_bytes(header[5:]) & 0x7FFFFFFF, header + body
 
 
 def bodies_by_key(requests: Iterable[bytes]) -> dict[str, set[bytes]]:

@@ -1,4 +1,4 @@
-"""Tools that know nothing of the contract but what the service tells by reflection: with `make interop`."""
+"""Tools that people call and load a service with: with `make interop`."""
 
 import json
 import os
@@ -37,7 +37,11 @@ async def run(start_service, database_url, tmp_path: Path):
         return subprocess.run(
             ["sh", "-e", "-c", text],
             cwd=tmp_path,
-            env={"PATH": f"{BUILT / 'bin'}:/usr/bin:/bin", "DECIDEONCE_TOKEN": token},
+            env={
+                "PATH": f"{BUILT / 'bin'}:/usr/bin:/bin",
+                "DECIDEONCE_TOKEN": token,
+                "PROTOS": str(ROOT / "protos"),
+            },
             stdout=subprocess.PIPE,
             text=True,
             check=True,
@@ -54,7 +58,7 @@ def test_grpcurl(run) -> None:
     assert "rpc Decide ( .decideonce.v1.DecideRequest ) returns ( .decideonce.v1.DecideResponse )" in contract
     decided, recorded = (json.loads(answer) for answer in re.split(r"(?<=\n\})\n(?=\{)", "{" + answers.strip()))
     assert "DECISION_STATUS_SUCCEEDED" == decided["status"]
-    assert "loan-2026-000123" == decided["provenance"]["operationKey"]
+    assert "loan-2026-000123" == decided["provenance"]["operation_key"]
     assert [decided[part] for part in ("status", "decision", "provenance")] == [
         recorded[part] for part in ("status", "decision", "provenance")
     ]
