@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 GENERATE := $(VENV)/generate
 INTEROP := $(VENV)/interop
+LANGUAGES := $(foreach language,go java typescript,$(INTEROP)/$(language)/.built)
+CLIENT_SOURCES := $(wildcard protos/decideonce/v1/*) $(shell find docs/examples/clients tests/interop/go tests/interop/java tests/interop/typescript -type f)
 PIP := -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 # The example catalog's python policy is importable, as a team's own would be.
@@ -42,15 +44,27 @@ bench: setup ## what purging, publishing and runaway policies cost, and what fau
 	@set -e; for part in $(or $(PART),idle_and_latency backlog delivery neighbours purge); do \
 		PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/$$part.py; done
 
-interop: setup $(INTEROP)/.fetched ## what needs Apache Kafka or Prometheus: needs java (17 or later), mvn, and Debian's apt
+interop: setup $(LANGUAGES) $(INTEROP)/kafka/.fetched $(INTEROP)/prometheus/.fetched $(INTEROP)/bin/.fetched ## other languages, Apache Kafka, Prometheus: needs go, java, mvn, node, npm and apt
 	$(BIN)/pytest -m interop
 
-$(INTEROP)/.fetched: tests/interop/pom.xml Makefile | $(STAMP)
-	rm -rf $(INTEROP)
-	mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(INTEROP)/kafka
+# Nothing that is there already is fetched again.
+$(INTEROP)/kafka/.fetched: tests/interop/pom.xml | $(STAMP)
+	mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$(@D)
+	@touch $@
+
+$(INTEROP)/prometheus/.fetched: | $(STAMP)
 	@# Unpacked here and not installed, so no root is needed.
-	mkdir -p $(INTEROP)/prometheus
-	cd $(INTEROP)/prometheus && apt-get -qq -o APT::Sandbox::User=root download prometheus && dpkg-deb -x prometheus_*.deb .
+	mkdir -p $(@D)
+	cd $(@D) && apt-get -qq -o APT::Sandbox::User=root download prometheus && dpkg-deb -x prometheus_*.deb .
+	@touch $@
+
+$(INTEROP)/bin/.fetched: | $(STAMP)
+	GOBIN=$(CURDIR)/$(@D) go install github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4
+	GOBIN=$(CURDIR)/$(@D) go install github.com/bojand/ghz/cmd/ghz@v0.93.0
+	@touch $@
+
+$(LANGUAGES): $(INTEROP)/%/.built: tests/interop/build $(CLIENT_SOURCES) | $(INTEROP)/bin/.fetched $(GENERATE)/.installed
+	tests/interop/build $*
 	@touch $@
 
 check: setup $(GENERATE)/.installed ## format, lint, types, imports, protos, stubs

@@ -52,6 +52,22 @@ class LedgerView:
         """Give the whole row of a key, as text."""
         return await self.connection.fetchval("SELECT l::text FROM ledger l WHERE operation_key = $1", key)
 
+    async def decisions(self, keys: list[str]) -> dict[str, str]:
+        """Give the id of the decision of each key that is decided; no key has two."""
+        rows = await self.connection.fetch(
+            "SELECT operation_key, decision_id FROM ledger WHERE state = 2 AND operation_key = ANY($1)", keys
+        )
+        decided = {row["operation_key"]: str(row["decision_id"]) for row in rows}
+        assert len(rows) == len(decided)
+        return decided
+
+    async def events(self, keys: list[str]) -> dict[str, int]:
+        """Count the events of each key."""
+        rows = await self.connection.fetch(
+            "SELECT operation_key, count(*) FROM outbox WHERE operation_key = ANY($1) GROUP BY operation_key", keys
+        )
+        return {row["operation_key"]: row["count"] for row in rows}
+
     async def change(self, key: str, assignments: str) -> None:
         """Change the row of a key, as time or a crash would have."""
         done = await self.connection.execute(f"UPDATE ledger SET {assignments} WHERE operation_key = $1", key)

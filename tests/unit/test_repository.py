@@ -1,6 +1,7 @@
 """Rules of this repository that no linter has."""
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,3 +107,15 @@ def test_lock_files_name_no_index() -> None:
         text = path.read_text()
         assert "--hash=sha256:" in text
         assert "://" not in text
+
+
+def test_examples_name_no_registry() -> None:
+    """Nothing that the clients' examples and their drivers are built from says where packages come from."""
+    named = {
+        url
+        for folder in ("docs/examples/clients", "tests/interop")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+        for url in re.findall(r"https?://[^\s\"'<>]+", path.read_text())
+    }
+    assert {"http://maven.apache.org/POM/4.0.0"} == named
