@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test check chaos bench interop generate lock clean
+.PHONY: help setup run demo test check docs chaos bench interop generate lock clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -33,6 +33,11 @@ demo: setup ## the same, then stop
 test: setup ## all tests, on a PostgreSQL of their own
 	@# More than two cores' worth: many tests wait for leases, limits and processes.
 	$(BIN)/pytest -n 3 --dist worksteal
+
+docs: setup ## build the documentation site: build/site/index.html
+	@$(BIN)/python tools/pages.py build/pages
+	@# Silences an advertisement; what is locked here isn't MkDocs 2.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=10] [SEED=…]
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
@@ -80,4 +85,4 @@ lock: ## bring the locked versions up to date
 		--python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name.in -o $$name.txt; done
 
 clean: ## remove what was made
-	rm -rf $(VENV) .decideonce dist
+	rm -rf $(VENV) .decideonce build dist
