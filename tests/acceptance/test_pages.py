@@ -1,5 +1,6 @@
 """What README and docs/ tell a reader to do is done, on a service with the example catalog."""
 
+import asyncio
 import os
 import re
 import subprocess
@@ -8,9 +9,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 
 from conftest import connect
+from decideonce.v1.catalog_pb2_grpc import CatalogServiceStub
+from decideonce_server.catalog_dir import read_catalog
+from decideonce_server.catalog_wire import request_of
 from decideonce_server.database import Database
 from decideonce_server.outbox import Outbox
 from decideonce_server.outbox_buckets import BUCKETS, BucketLeases
@@ -55,21 +60,33 @@ def folder(tmp_path, python_path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-async def parked(stage) -> list[str]:
+@pytest.fixture(scope="module")
+def parked(stage) -> list[str]:
     """Give the ids of two parked events."""
-    connection, database = await connect(stage.url), Database(stage.url, pool_size=1)
-    try:
-        planted = [(await plant(connection, event_rows(TOPIC, count=1)))[0] for _ in range(2)]
-        leases = BucketLeases(database, uuid.uuid4(), timedelta(seconds=60))
-        await leases.hold()
-        waiting = await Outbox(database).waiting(range(BUCKETS), 1000)
-        events = [event for event in waiting if str(event.id) in planted]
-        await Outbox(database).park(leases.holder, events, ["TOPIC_NOT_FOUND"] * 2)
-        return planted
-    finally:
-        await connection.close()
-        await database.close()
+
+    async def park() -> list[str]:
+        connection, database = await connect(stage.url), Database(stage.url, pool_size=1)
+        try:
+            planted = [(await plant(connection, event_rows(TOPIC, count=1)))[0] for _ in range(2)]
+            leases = BucketLeases(database, uuid.uuid4(), timedelta(seconds=60))
+            await leases.hold()
+            waiting = await Outbox(database).waiting(range(BUCKETS), 1000)
+            events = [event for event in waiting if str(event.id) in planted]
+            await Outbox(database).park(leases.holder, events, ["TOPIC_NOT_FOUND"] * 2)
+            return planted
+        finally:
+            await connection.close()
+            await database.close()
+
+    return asyncio.run(park())
+
+
+@pytest.fixture
+def published(stage) -> None:
+    """Publish the example catalog again, whatever a page before has published."""
+    with grpc.insecure_channel(stage.service.address) as channel:
+        request = request_of(read_catalog(ROOT / "catalog"), dry_run=False)
+        CatalogServiceStub(channel).ApplyCatalog(request, metadata=[("authorization", f"Bearer {stage.token}")])
 
 
 def test_setup_commands_are_two() -> None:
@@ -80,7 +97,7 @@ def test_setup_commands_are_two() -> None:
 
 
 @pytest.mark.parametrize("page", RUNNING, ids=name_of)
-def test_commands_of_a_page_do_what_it_says(stage, folder, parked, page: Path) -> None:
+def test_commands_of_a_page_do_what_it_says(stage, folder, parked, published, page: Path) -> None:
     """Every command of a page runs as it stands, after those before it, and prints what the page shows."""
     found = pieces(page)
     for piece in found:

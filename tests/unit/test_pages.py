@@ -69,7 +69,8 @@ def test_commands_that_a_text_names_are_there(page: Path) -> None:
             if isinstance(command, click.Group) and not word.startswith("-"):
                 assert word in command.commands, words
                 command = command.commands[word]
-        flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        parameters = command.get_params(click.Context(command))
+        flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= flags, words
 
 
