@@ -4,6 +4,7 @@ README is the first page, and docs/ as it is. Two references are written from wh
 the protos' comments, the commands' from the command line's own declarations.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 MESSAGE, ENUM, SERVICE = 4, 5, 6
 PART = 2  # a message's field, an enum's value, a service's method
 
+# A link to a file or a folder.
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)]*)?\)")
 # A comment before a piece of code says how it is tested, and is nothing for readers.
 TEST_MARK = re.compile(r"^<!-- [^\n]* -->\n(?=```)", re.MULTILINE)
 
@@ -31,12 +34,29 @@ def write_pages(into: Path) -> None:
     """Write every page below a directory, which is emptied before."""
     shutil.rmtree(into, ignore_errors=True)
     shutil.copytree(ROOT / "docs", into, ignore=shutil.ignore_patterns("__pycache__"))
-    (into / "index.md").write_text((ROOT / "README.md").read_text().replace("](docs/", "]("))
+    shutil.copy(ROOT / "README.md", into / "index.md")
     for page in into.rglob("*.md"):
-        page.write_text(TEST_MARK.sub("", page.read_text()))
+        source = ROOT / "README.md" if page.name == "index.md" else ROOT / "docs" / page.relative_to(into)
+        text = TEST_MARK.sub("", page.read_text())
+        page.write_text(LINK.sub(lambda link, at=page, of=source: _moved_link(link, of, at, into), text))
     (into / "reference").mkdir()
     (into / "reference/protos.md").write_text("\n".join(contract_page()))
     (into / "reference/commands.md").write_text("\n".join(commands_page()))
+
+
+def _moved_link(link: re.Match[str], source: Path, page: Path, into: Path) -> str:
+    """Write a link of a repository's page as the site has it, which gets the files that are linked to."""
+    text, target, anchor = link.groups()
+    path = (source.parent / target).resolve()
+    if path.is_dir():
+        return text
+    if path.is_relative_to(ROOT / "docs"):
+        moved = into / path.relative_to(ROOT / "docs")
+    else:
+        moved = into / "repository" / path.relative_to(ROOT)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, moved)
+    return f"[{text}]({os.path.relpath(moved, page.parent)}{anchor or ''})"
 
 
 def contract_page() -> Iterator[str]:
@@ -80,8 +100,11 @@ def _file_lines(file: descriptor_pb2.FileDescriptorProto) -> Iterator[str]:
 
 def _head(name: str, comment: str) -> Iterator[str]:
     yield f"### {name} {{ #{name} }}\n"
-    paragraphs = comment.strip().split("\n \n")
-    yield from (f"{_cell(paragraph)}\n" for paragraph in paragraphs)
+    yield from _paragraphs(comment)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    yield from (f"{_cell(paragraph)}\n" for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
 def _cell(comment: str) -> str:
@@ -124,9 +147,10 @@ def _command_lines(command: click.Command, context: click.Context) -> Iterator[s
         return
     yield f"## {context.command_path}\n"
     yield f"`{' '.join([context.command_path, *command.collect_usage_pieces(context)])}`\n"
-    yield f"{_cell(command.help or '')}\n"
+    yield from _paragraphs(command.help or "")
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-    yield "| flag | variable | default | |\n|---|---|---|---|"
+    if options:
+        yield "| flag | variable | default | |\n|---|---|---|---|"
     yield from (_option_row(option, context) for option in options)
     yield ""
 
@@ -135,6 +159,8 @@ def _option_row(option: click.Option, context: click.Context) -> str:
     extra = option.get_help_extra(context)
     flags = " / ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
     value = "" if option.is_flag else f" {_cell(option.make_metavar(context))}"
+    if "range" in extra:
+        value = f" `{extra['range']}`"
     variables = " ".join(f"`{variable}`" for variable in extra.get("envvars", ()))
     default = f"`{extra['default']}`" if "default" in extra else extra.get("required", "")
     return f"| {flags}{value} | {variables} | {default} | {_cell(option.help or '')} |"

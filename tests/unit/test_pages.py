@@ -19,6 +19,11 @@ TESTS = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")
 CONTRACT = (ROOT / "docs/contract.md").read_text()
 
 
+def unindented(text: str) -> str:
+    """Give a text without its lines' indentation: what is a part of something stands further in there."""
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
 def fault(before: Piece | None, piece: Piece) -> str | None:
     """Tell what is wrong with how a piece says that it is tested."""
     mark, argument = piece.mark, piece.argument
@@ -33,7 +38,7 @@ def fault(before: Piece | None, piece: Piece) -> str | None:
     if mark in is_right:
         return None if is_right[mark] else f"{mark}: {argument}"
     if mark and (ROOT / mark).is_file():
-        return None if piece.text in (ROOT / mark).read_text() else f"isn't in {mark}"
+        return None if unindented(piece.text) in unindented((ROOT / mark).read_text()) else f"isn't in {mark}"
     return f"nothing tests it: {piece.text[:60]}"
 
 
