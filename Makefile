@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test check chaos bench interop generate lock audit clean
+.PHONY: help setup run demo test check docs chaos bench interop generate lock audit clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -35,6 +35,11 @@ demo: setup ## the same, then stop
 test: setup ## all tests, on a PostgreSQL of their own
 	@# More than two cores' worth: many tests wait for leases, limits and processes.
 	$(BIN)/pytest -n 3 --dist worksteal
+
+docs: setup ## build the documentation site: build/site/index.html
+	@$(BIN)/python tools/pages.py build/pages
+	@# Silences an advertisement; what is locked here isn't MkDocs 2.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 chaos: setup ## drive a deployment under faults, judge its history, then fuzz: [MINUTES=10] [INPUTS=100000] [SEED=…]
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
@@ -100,4 +105,4 @@ audit: ## ask PyPI for known vulnerabilities of what is locked
 	for name in serve dev generate; do $(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/$$name.txt || exit 1; done
 
 clean: ## remove what was made
-	rm -rf $(VENV) .decideonce dist
+	rm -rf $(VENV) .decideonce build dist

@@ -1,4 +1,4 @@
-"""The command line: what runs on this machine. What calls a service is in `cli_calls`."""
+"""The command line, put together: what runs on this machine is here, the rest in the modules that are named `cli_…`."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import BashComplete, FishComplete, ZshComplete
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.text import Text
 
-from decideonce_server import app, cli_calls, cli_outbox, console, doctor, logs
+from decideonce_server import app, cli_catalog, cli_decisions, cli_outbox, console, doctor, logs
 from decideonce_server.cli_database import checked_url, data_dir_setting, database_url_setting, run, with_database
+from decideonce_server.cli_service import Service, calls_service
 from decideonce_server.cloudevent import PayloadFormat
 from decideonce_server.database import database_url as read_url
 from decideonce_server.identity import Role, is_tenant
@@ -18,6 +21,9 @@ from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.migrate import migrate
 from decideonce_server.options import DURATION, json_option, setting
 from decideonce_server.settings import Settings
+
+HEALTH_TIME_S = 2.0
+SHELLS = {found.name: found for found in (BashComplete, ZshComplete, FishComplete)}
 
 
 def _together(*settings: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +100,14 @@ def cli() -> None:
     logs.configure("warning")
 
 
-for command in (*cli_calls.COMMANDS, cli_outbox.outbox):
+for command in (
+    cli_decisions.decide,
+    cli_decisions.status,
+    cli_catalog.apply,
+    cli_catalog.operation,
+    cli_catalog.policy,
+    cli_outbox.outbox,
+):
     cli.add_command(command)
 
 
@@ -264,3 +277,31 @@ def doctor_command(database_url: str | None, data_dir: Path, *, as_json: bool) -
         )
     if not all(finding.ok for finding in findings):
         raise SystemExit(1)
+
+
+@cli.command()
+@calls_service
+def health(service: Service, *, as_json: bool) -> None:
+    """Ask a service whether it is serving.
+
+    Exits with 0 if it is, else with 1.
+    """
+    stub = health_pb2_grpc.HealthStub(service.channel)
+    status = stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIME_S).status
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+    if as_json:
+        console.print_json({"status": name})
+    else:
+        click.echo(name)
+    if status != health_pb2.HealthCheckResponse.SERVING:
+        raise SystemExit(1)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(list(SHELLS)))
+def completion(shell: str) -> None:
+    """Print the script with which SHELL completes commands and flags.
+
+    bash and zsh evaluate it: eval "$(decideonce completion bash)". fish reads it: decideonce completion fish | source
+    """
+    click.echo(SHELLS[shell](cli, {}, "decideonce", "_DECIDEONCE_COMPLETE").source())

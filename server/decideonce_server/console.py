@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # So wide that nothing is ever cut: names and keys are there to be copied.
 _WIDTH = 100_000
 
+_DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
 out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=_WIDTH)
 err = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=_WIDTH, stderr=True)
 
@@ -27,6 +29,11 @@ err = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=
 def print_json(value: Any) -> None:
     """Print a value as one JSON text, names in order: a Struct's own order differs from answer to answer."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True, default=str))
+
+
+def print_json_line(value: Any) -> None:
+    """Print a value as JSON in one line, for what goes on."""
+    click.echo(json.dumps(value, ensure_ascii=False, sort_keys=True, default=str))
 
 
 def fields_of(value: "DataclassInstance") -> dict[str, Any]:
@@ -70,6 +77,14 @@ def print_record(title: Text, fields: Mapping[str, object]) -> None:
     for name, value in shown.items():
         for i, line in enumerate(value if isinstance(value, list) else [value]):
             out.print(Text.assemble("  ", (f"{name if i == 0 else '':<{width}}", "dim"), "  ", _text(line)))
+
+
+def print_diff(lines: Sequence[str]) -> None:
+    """Print a unified diff, or that there is none."""
+    for line in lines:
+        out.print(Text(_text(line).plain, _DIFF_STYLES.get(line[:1], "")))
+    if not lines:
+        out.print("no difference")
 
 
 def _text(value: object) -> Text:

@@ -22,6 +22,8 @@ class _Duration(click.ParamType[timedelta]):
 
 
 DURATION = _Duration()
+# Of a policy, as the protos can say it.
+VERSION = click.IntRange(1, 2**32 - 1)
 
 _UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
 

@@ -2,16 +2,18 @@
 
 import json
 import os
+import pty
 import re
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from conftest import connect
 from decideonce_server.cli import cli
@@ -21,6 +23,9 @@ from stage import TENANT
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(sys.executable).with_name("decideonce")
+
+# As if the attempt that decided were still at it.
+PROCESSING = "state = 1, response = NULL, lease_expires_at = statement_timestamp() + interval '1 h'"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +66,23 @@ def call(stage, tmp_path):
         return run(*arguments, stdin=stdin, cwd=tmp_path, **settings)
 
     return call
+
+
+@pytest.fixture
+def watch(stage) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Give a function that starts `status --watch`."""
+    watching: list[subprocess.Popen] = []
+
+    def start(*arguments: str) -> subprocess.Popen:
+        environment = {"DECIDEONCE_SERVER": stage.service.address, "DECIDEONCE_TOKEN": stage.token}
+        command = [PROGRAM, "status", "--watch", *arguments]
+        watching.append(subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True))
+        return watching[-1]
+
+    yield start
+    for process in watching:
+        process.kill()
+        process.communicate()
 
 
 def test_decide_original_replay_and_conflict(call) -> None:
@@ -122,6 +144,32 @@ def test_background_decision_is_polled(call) -> None:
     assert "HIGH" in call("status", "test.later", key, "--max-wait", "10s").stdout
     unknown = call("status", "test.later", new_key())
     assert (1, True) == (unknown.returncode, "DECISION_NOT_FOUND" in unknown.stderr)
+
+
+async def test_a_decision_is_watched_to_its_end(caller, watch, view) -> None:
+    """`status --watch` shows the state, each change of it, and the decision in the end; with --json one line each."""
+    key = new_key()
+    await caller.decide("test.decide", key, {"n": 0})
+    response = await view.connection.fetchval("SELECT response FROM ledger WHERE operation_key = $1", key)
+    await view.change(key, PROCESSING)
+    for_people, for_machines = watch("test.decide", key), watch("test.decide", key, "--json")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  PROCESSING\n", for_people.stdout.readline())
+    assert "DECISION_STATUS_PROCESSING" == json.loads(for_machines.stdout.readline())["status"]
+    await view.connection.execute(
+        "UPDATE ledger SET state = 2, response = $2, lease_expires_at = NULL WHERE operation_key = $1", key, response
+    )
+    (shown, _), (line, _) = (watching.communicate(timeout=20) for watching in (for_people, for_machines))
+    assert ("LOW", 0) == (shown.split()[0], for_people.returncode)
+    assert ("LOW", 0) == (json.loads(line)["decision"]["outcome"], for_machines.returncode)
+
+
+async def test_watching_ends_with_its_time(caller, call, view) -> None:
+    """Where the state isn't final by --max-wait, `status --watch` has shown it once and exits with 1."""
+    key = new_key()
+    await caller.decide("test.decide", key, {"n": 0})
+    await view.change(key, PROCESSING)
+    watched = call("status", "test.decide", key, "--watch", "--max-wait", "100ms")
+    assert (1, 1) == (watched.returncode, watched.stdout.count("PROCESSING")), watched.stdout
 
 
 def test_apply_says_what_would_change_and_then_changes_it(call, stage) -> None:
@@ -213,6 +261,43 @@ def test_callers_are_told_what_is_missing(call, stage) -> None:
     assert all("Traceback" not in ran.stderr for ran in (no_token, wrong, nobody))
 
 
+async def test_words_that_are_nearly_right_are_corrected(call, stage) -> None:
+    """A misspelled command or operation is answered with what it may have meant, if the caller may read the catalog."""
+    assert "'status'" in CliRunner().invoke(cli, ["statsu"]).output
+    decider = await make_token(stage.url, TENANT, roles=("decide",))
+    asked = [call("decide", "test.decid", token=token).stderr for token in (stage.token, decider)]
+    assert all("OPERATION_NOT_FOUND" in text for text in asked)
+    assert [True, False] == ["did you mean test.decide?" in text for text in asked]
+
+
+def test_a_shell_completes_commands_and_flags() -> None:
+    """What `completion bash` prints makes a real bash complete; there is a script for zsh and one for fish, too."""
+    script = """
+        eval "$(decideonce completion bash)"
+        function=$(complete -p decideonce | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+        for line in "decideonce pol" "decideonce status --wa"; do
+            COMPREPLY=() COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); "$function" decideonce
+            echo "${COMPREPLY[@]}"
+        done
+    """
+    environment = {"PATH": f"{PROGRAM.parent}:{os.environ['PATH']}"}
+    ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert ("policy\n--watch\n", "") == (ran.stdout, ran.stderr)
+    scripts = [CliRunner().invoke(cli, ["completion", shell]).output for shell in ("zsh", "fish")]
+    assert all("_DECIDEONCE_COMPLETE" in text for text in scripts)
+
+
+def test_a_terminal_gets_colours(stage) -> None:
+    """On a terminal there are colours."""
+    environment = {"DECIDEONCE_SERVER": stage.service.address, "DECIDEONCE_TOKEN": stage.token, "TERM": "xterm"}
+    ours, its = pty.openpty()
+    subprocess.run([PROGRAM, "policy", "list"], env=os.environ | environment, stdout=its, check=True)
+    os.close(its)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "\x1b[32mactive" in shown
+
+
 def test_a_wait_longer_than_any_is_granted(call) -> None:
     """A wait beyond what gRPC can count is cut, not taken for no time at all."""
     key = new_key()
@@ -256,7 +341,10 @@ def parameters(path: tuple[str, ...]) -> dict[str, click.Parameter]:
 def test_settings_are_flags_and_variables(path: tuple[str, ...]) -> None:
     """Every setting of what runs is a flag and a variable of the same name, and whatever answers can answer in JSON."""
     found = parameters(path)
-    if path in (("serve",), ("worker",), ("housekeep",)):
+    if path == ("completion",):
+        # A script for a shell to read.
+        assert {"shell"} == set(found)
+    elif path in (("serve",), ("worker",), ("housekeep",)):
         assert {name: f"DECIDEONCE_{name.upper()}" for name in found} == {n: p.envvar for n, p in found.items()}
     else:
         assert "as_json" in found

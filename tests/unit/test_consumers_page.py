@@ -1,19 +1,11 @@
-"""docs/consumers.md shows the examples as they are."""
+"""docs/consumers.md names what there is."""
 
 import re
 from pathlib import Path
 
 from decideonce import events, inbox
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/consumers.md").read_text()
-
-
-def test_code_on_the_page_is_the_examples() -> None:
-    """Every piece of Python on the page stands in the file that it is said to be of."""
-    shown = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL)
-    assert PAGE.count("```python") == len(shown) == 3
-    assert [] == [name for name, code in shown if code not in (ROOT / name).read_text()]
+PAGE = (Path(__file__).parents[2] / "docs/consumers.md").read_text()
 
 
 def test_names_on_the_page_are_there() -> None:
