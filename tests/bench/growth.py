@@ -150,9 +150,7 @@ async def over_time(workers: int, minutes: int, minute_s: float, out: TextIO) ->
             rate = statistics.median(peaks) / 2
             content: Content = {"rate": rate, "minutes": []}
             for number in range(minutes):
-                run = await call(
-                    measured.target, measured.keys, callers=CALLERS_OPEN, seconds=minute_s, rate=rate
-                )
+                run = await call(measured.target, measured.keys, callers=CALLERS_OPEN, seconds=minute_s, rate=rate)
                 minute = run | await _state(measured)
                 content["minutes"].append(minute)
                 print(f"minute {number + 1}: {minute_text(minute)}", flush=True, file=out)

@@ -108,9 +108,7 @@ async def profile(measured: Subject, replayed: int, seconds: float) -> dict[str,
     """Sample a worker under load, and give what each phase takes of a call, in microseconds."""
     workers = measured.target.processes()
     before, own_before = cpu_seconds(workers), _own(workers)
-    calls = call(
-        measured.target, measured.keys, callers=CALLERS, seconds=seconds + 2 * START_S, replayed=replayed
-    )
+    calls = call(measured.target, measured.keys, callers=CALLERS, seconds=seconds + 2 * START_S, replayed=replayed)
     run, folded = await asyncio.gather(calls, record(workers[0].pid, seconds, measured.directory / "folded.txt"))
     own = (_own(workers) - own_before) / run["calls"] * 1e6
     everything = (cpu_seconds(workers) - before) / run["calls"] * 1e6

@@ -104,9 +104,7 @@ async def measured_on(
     target = Target(address, DECIDE, request, headers, lambda: children(service, "worker"))
     response = directory / "response.bin"
     response.write_bytes(await _decide_once(address, token))
-    return Subject(
-        url, postgres, observer, await Meter.of(observer), service, target, directory, token, response
-    )
+    return Subject(url, postgres, observer, await Meter.of(observer), service, target, directory, token, response)
 
 
 async def _decide_once(address: str, token: str) -> bytes:

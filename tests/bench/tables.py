@@ -52,7 +52,7 @@ def number(value: float) -> str:
     """Write a number with three digits that matter."""
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.3g}" if value >= 1 else f"{value:.3f}"
+    return f"{value:.3g}" if value >= 1 else f"{value:.2g}"
 
 
 def spread(values: Sequence[float]) -> str:
@@ -64,8 +64,9 @@ def run_text(run: Content) -> str:
     """Write one measurement as a line."""
     text = f"{run['per_second']:,.0f}/s, p50 {run['p50_ms']:.2f} ms, p99 {run['p99_ms']:.2f} ms"
     if "server_us" in run:
-        text += f", per call {run['server_us']:.0f} us of the server, {run['postgres_us']:.0f} us of Postgres"
-        text += f", {run['wal_bytes']:,.0f} bytes of WAL"
+        text += f", {run['server_us']:.0f} us of the server"
+    if "postgres_us" in run:
+        text += f", {run['postgres_us']:.0f} us of Postgres, {run['wal_bytes']:,.0f} bytes of WAL"
     if "cpu_seconds" in run:
         text += f"; load generator {100 * run['cpu_seconds'] / run['seconds']:.0f}% of a core"
     return text
@@ -108,7 +109,9 @@ def goals(content: Content) -> Iterator[Goal]:
             yield Goal(f"{what} at half of the peak rate, open loop: p99", P99_MS_MAX, p99, at_least=False, unit=" ms")
     if "first_round_trips" in once:
         trips = [once["first_round_trips"]]
-        yield Goal(f"round trips to Postgres per first decision at {CALLERS} callers", ROUND_TRIPS_MAX, trips, at_least=False)
+        yield Goal(
+            f"round trips to Postgres per first decision at {CALLERS} callers", ROUND_TRIPS_MAX, trips, at_least=False
+        )
     if first := runs.get(f"first@{CALLERS}"):
         wal = [run["wal_bytes"] for run in first]
         yield Goal(f"WAL per first decision at {CALLERS} callers", WAL_BYTES_MAX, wal, at_least=False, unit=" bytes")
@@ -149,7 +152,7 @@ def _rates(content: Content) -> str:
         values = [run["per_second"] for run in content["runs"].get(f"{name}@{count}", ())]
         return f"{number(statistics.median(values))} ({spread(values)})" if values else "-"
 
-    heads = ["calls per second (least to most)", *(f"{count} callers" for count in callers)]
+    heads = ["calls per second (least to most), by callers", *map(str, callers)]
     return table(heads, [[LABELS.get(name, name), *(cell(name, count) for count in callers)] for name in names])
 
 
@@ -174,8 +177,12 @@ def _half(content: Content) -> str:
     rows = []
     for kind in ("first", "replay"):
         if runs := content["runs"].get(f"{kind}@half"):
-            rows.append([LABELS[kind], *(_median(runs, w) for w in ("per_second", "p50_ms", "p95_ms", "p99_ms", "max_ms"))])
-    return table(["half of the peak, open loop", "calls/s", "p50 ms", "p95 ms", "p99 ms", "max ms"], rows) if rows else ""
+            rows.append(
+                [LABELS[kind], *(_median(runs, w) for w in ("per_second", "p50_ms", "p95_ms", "p99_ms", "max_ms"))]
+            )
+    return (
+        table(["half of the peak, open loop", "calls/s", "p50 ms", "p95 ms", "p99 ms", "max ms"], rows) if rows else ""
+    )
 
 
 def _peers(content: Content) -> str:
@@ -197,7 +204,9 @@ def profile(content: Content) -> str:
     """Write everything that a run of `phases.py` found."""
     kinds = [kind for kind in ("first", "replay") if kind in content]
     spent = {kind: content[kind]["phases_us"] for kind in kinds}
-    names = sorted({name for phases in spent.values() for name in phases}, key=lambda name: -spent[kinds[0]].get(name, 0))
+    names = sorted(
+        {name for phases in spent.values() for name in phases}, key=lambda name: -spent[kinds[0]].get(name, 0)
+    )
     rows = [[name, *(number(spent[kind].get(name, 0.0)) for kind in kinds)] for name in names]
     rows.append(["all", *(number(sum(spent[kind].values())) for kind in kinds)])
     heads = [f"CPU time per call at {CALLERS} callers, us", *(LABELS[kind] for kind in kinds)]
@@ -227,7 +236,9 @@ def _size(size: Content) -> str:
         if (values := [run["per_second"] for run in runs])
     ]
     heads = [f"{CALLERS} callers; many: {size['rows']:,} decisions", "calls/s", "least to most", "p50 ms", "p99 ms"]
-    planted = f"Planted in {size['planting_s']:,.0f} s; {size['bytes_per_decision']:,.0f} bytes a decision, with indexes."
+    planted = (
+        f"Planted in {size['planting_s']:,.0f} s; {size['bytes_per_decision']:,.0f} bytes a decision, with indexes."
+    )
     return f"{planted}\n\n{table(heads, rows)}"
 
 
@@ -250,7 +261,9 @@ def growth_goals(content: Content) -> Iterator[Goal]:
     """Give the goals of growth as far as they were measured."""
     for kind, what in (("first", "first decisions"), ("replay", "replays")):
         if values := ratios(content.get("size", {"runs": {}}), f"{kind} many", f"{kind} few"):
-            yield Goal(f"{what} on {content['size']['rows']:,} decisions, to those on 10,000", ROWS_KEEP_MIN, values, unit="x")
+            yield Goal(
+                f"{what} on {content['size']['rows']:,} decisions, to those on 10,000", ROWS_KEEP_MIN, values, unit="x"
+            )
     minutes = content.get("time", {}).get("minutes", [])
     if len(minutes) >= 2 * MINUTES_COMPARED:
         first, last = minutes[:MINUTES_COMPARED], minutes[-MINUTES_COMPARED:]
@@ -261,7 +274,12 @@ def growth_goals(content: Content) -> Iterator[Goal]:
         yield Goal("p99 of the last five minutes, to the first five", P99_DRIFT_MAX, p99, at_least=False, unit="x")
 
 
-LABELS = {"first": "decideonce, first decisions", "replay": "decideonce, replays", "echo": "gRPC echo", "pgbench": "pgbench, both transactions"}
+LABELS = {
+    "first": "decideonce, first decisions",
+    "replay": "decideonce, replays",
+    "echo": "gRPC echo",
+    "pgbench": "pgbench, both transactions",
+}
 SECTIONS: dict[str, Callable[[Content], str]] = {"throughput": throughput, "growth": growth, "profile": profile}
 
 

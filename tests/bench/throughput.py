@@ -30,7 +30,7 @@ from bench import peers, tables
 from bench.echo import echoing
 from bench.loader import Keys, Target, call
 from bench.sql_client import DATABASE, SqlClient, sql_client
-from bench.subject import CATALOG, FACTS, OPERATION, POLICY, TENANT, Subject, subject
+from bench.subject import CATALOG, OPERATION, POLICY, TENANT, Subject, subject
 from bench.usage import Meter
 from conftest import connect
 from decideonce_server import policy_jdm
@@ -116,9 +116,7 @@ def echo_measurements(target: Target, meter: Meter, plan: Plan) -> list[Measurem
     keys = Keys()
 
     def one(callers: int) -> Callable[[int], Awaitable[Run]]:
-        return lambda seconds: metered(
-            meter, target.processes(), call(target, keys, callers=callers, seconds=seconds)
-        )
+        return lambda seconds: metered(meter, target.processes(), call(target, keys, callers=callers, seconds=seconds))
 
     return [Measurement(f"echo@{callers}", one(callers)) for callers in plan.callers]
 
@@ -151,7 +149,9 @@ async def peer_measurements(
             print(f"{name}: not measured: {missing}", flush=True, file=out)
             continue
         for kind, calls in running.kinds.items():
-            found.append(await peer_measurement(f"{name} {kind}@{tables.CALLERS}", measured.meter, running.roots, calls))
+            found.append(
+                await peer_measurement(f"{name} {kind}@{tables.CALLERS}", measured.meter, running.roots, calls)
+            )
     return found
 
 
@@ -214,15 +214,16 @@ async def round_trips(measured: Subject, results: Measured, out: TextIO) -> None
         print(f"{name}: {(after - before) / run['calls']:.3f} transactions per call", flush=True, file=out)
 
 
-def policy_ms() -> float:
-    """Measure the policy's own time: its evaluation in this process, without a way there and back."""
+async def policy_ms(measured: Subject) -> float:
+    """Measure the policy's own time, on facts as they are recorded: its evaluation here, without a way there and back."""
+    facts = json.loads(await measured.observer.fetchval("SELECT facts FROM ledger LIMIT 1"))
     documents = {p.policy_id: p.text for p in read_catalog(CATALOG).policies if p.engine == "jdm"}
     evaluate = policy_jdm.Engine().prepare(policy_jdm.bundle(POLICY, documents))
     decision = {"time": "2026-03-01T12:00:00Z", "tenant": TENANT, "operation": OPERATION}
     took = []
     for _ in range(POLICY_RUNS):
         began = time.perf_counter()
-        evaluate(FACTS, decision)
+        evaluate(facts, decision)
         took.append(time.perf_counter() - began)
     return statistics.median(took) * 1e3
 
@@ -230,9 +231,9 @@ def policy_ms() -> float:
 async def measure(plan: Plan, out: TextIO, *arguments: str) -> Measured:
     """Start everything and measure it."""
     results = Measured(plan)
-    results.once["policy_ms"] = policy_ms()
     async with AsyncExitStack() as stack:
         measured = await stack.enter_async_context(subject(plan.workers, *arguments))
+        results.once["policy_ms"] = await policy_ms(measured)
         client = await stack.enter_async_context(_sql_client(measured))
         echo = stack.enter_context(echoing(measured.target.request, measured.response, plan.workers))
         await call(measured.target, measured.keys, callers=max(plan.callers), calls=plan.replayed)
@@ -279,7 +280,11 @@ def document(results: Measured) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Tell what this runs on."""
-    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "cores": os.cpu_count(),

@@ -25,16 +25,18 @@ def cpu_seconds(roots: Sequence[psutil.Process]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What was used so far, or between two moments: CPU time in seconds, and bytes of write-ahead log."""
+    """What was used so far: CPU time in seconds, and bytes of write-ahead log. No server, no CPU time of it."""
 
-    server_s: float
+    server_s: float | None
     postgres_s: float
     wal_bytes: int
 
     def per_call(self, earlier: "Usage", calls: int) -> dict[str, float]:
         """Give what each of so many calls took since an earlier moment."""
-        return {
-            "server_us": (self.server_s - earlier.server_s) / calls * 1e6,
+        server = {}
+        if self.server_s is not None and earlier.server_s is not None:
+            server["server_us"] = (self.server_s - earlier.server_s) / calls * 1e6
+        return server | {
             "postgres_us": (self.postgres_s - earlier.postgres_s) / calls * 1e6,
             "wal_bytes": (self.wal_bytes - earlier.wal_bytes) / calls,
         }
@@ -58,7 +60,7 @@ class Meter:
     async def read(self, roots: Sequence[psutil.Process]) -> Usage:
         """Read what was used so far."""
         wal = await self._connection.fetchval("SELECT pg_current_wal_insert_lsn() - '0/0'")
-        return Usage(cpu_seconds(roots), cpu_seconds([self.postmaster]), int(wal))
+        return Usage(cpu_seconds(roots) if roots else None, cpu_seconds([self.postmaster]), int(wal))
 
     async def transactions(self) -> int:
         """Count the transactions of this database so far, once every session has told of its own.
