@@ -5,6 +5,7 @@ them does the same as another.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -160,11 +161,10 @@ async def _start(stack: AsyncExitStack, command: Sequence[str | Path], log: Path
         )
 
     async def end() -> None:
-        tree = psutil.Process(process.pid).children(recursive=True) if process.returncode is None else []
-        if process.returncode is None:
-            process.kill()
-        for child in tree:
-            child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(process.pid)
+            for one in (root, *root.children(recursive=True)):
+                one.kill()
         await process.wait()
 
     stack.push_async_callback(end)
