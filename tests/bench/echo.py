@@ -16,11 +16,12 @@ import grpc
 import psutil
 import uvloop
 
-from bench.loader import GRPC_HEADERS, Target
+from bench.loader import GRPC_HEADERS, Target, environment
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce.v1.decision_service_pb2_grpc import DecisionServiceServicer, add_DecisionServiceServicer_to_server
 from decideonce_server.ports import reserved_port
 
+TESTS = Path(__file__).parents[1]
 DECIDE = "/decideonce.v1.DecisionService/Decide"
 
 
@@ -57,6 +58,7 @@ def echoing(request: Path, response: Path, processes: int, headers: tuple[str, .
             process = subprocess.Popen(
                 [sys.executable, __file__, "--listen", f"127.0.0.1:{port}", "--response", str(response)],
                 stdout=subprocess.PIPE,
+                env=environment(PYTHONPATH=str(TESTS)),
             )
             stack.enter_context(process)
             stack.callback(process.kill)

@@ -2,8 +2,8 @@
 
 Size: two services on one Postgres, one with 10,000 finished decisions and one with many more, measured in turn. The
 decisions are planted by SQL: copies of one that the service made, under keys of their own, so that they are replayed as
-real ones are; a replay may find any of them. Time: an open loop at half of the peak rate with events published to a file;
-latency, memory and the tables' sizes are read every minute.
+real ones are; a replay may find any of them. Time: an open loop at half of the peak rate, with events published to a
+file; latency, memory and the tables' sizes are read every minute.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""DBOS behind the service's gRPC contract: a workflow with one step, by the operation key. Runs in the bench's own environment.
+"""DBOS behind the service's gRPC contract: a workflow with one step, by the operation key.
 
-One of several processes on a port: `peer_dbos.py HOST:PORT RESPONSE NUMBER`; DBOS_SYSTEM_DATABASE_URL names its database.
+Runs in the bench's own environment, as one of several processes on a port: `peer_dbos.py HOST:PORT RESPONSE NUMBER`;
+DBOS_SYSTEM_DATABASE_URL names its database.
 """
 
 import asyncio

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FETCHED = ROOT / ".venv/bench"
 PYTHON = FETCHED / "peers/bin/python"
+CONFIG = HERE / "peer_restate.toml"
 READY_WITHIN_S = 60.0
 
 Process = asyncio.subprocess.Process
@@ -113,8 +114,7 @@ async def restate(measured: Subject, processes: int) -> AsyncIterator[RunningPee
         within = await _namespace(stack, log)
         handlers = await _start(
             stack,
-            [*within, PYTHON, "-m", "hypercorn", "--config", HERE / "peer_restate.toml", "--workers", str(processes)]
-            + ["peer_restate:app"],
+            [*within, PYTHON, "-m", "hypercorn", "--config", CONFIG, "--workers", str(processes), "peer_restate:app"],
             log,
             PYTHONPATH=str(HERE),
             PEER_RESPONSE=json.dumps(MessageToDict(wire.DecideResponse.FromString(measured.response.read_bytes()))),
@@ -179,12 +179,13 @@ async def _told_ready(process: Process, log: Path) -> None:
 
 PEERS = {
     "DBOS": Peer(
-        promises="the result of a workflow with one step, once per key, in Postgres; an interrupted one goes on",
+        promises="the result of a workflow with one step, once per workflow id, in Postgres; an interrupted one goes on",
         lacks="a look at whether a known key comes with other input, a policy, events, tenants",
         start=dbos,
     ),
     "Restate": Peer(
-        promises="the result of a handler, once per idempotency key, in its own log on the disk; an interrupted one goes on",
+        promises="the result of a handler, once per idempotency key, in a log of its own on the disk, for a day unless it "
+        "is told otherwise; an interrupted one goes on",
         lacks="a look at whether a known key comes with other input, a policy, events, tenants, Postgres",
         start=restate,
     ),

@@ -1,8 +1,9 @@
 """Shows where a worker's time goes, for first decisions and for replays: `make profile`.
 
-A worker is sampled by py-spy under load. A sample belongs to the phase of the innermost of our modules that it is in,
-or else of the library; a sample in none is gRPC's and the event loop's own. Each phase has that share of the CPU time
-that the workers took per call in the same seconds.
+The main thread of a worker is sampled by py-spy under load, without being stopped for it. A sample belongs to the phase
+of the innermost module that has one; a sample in none is gRPC's and the event loop's own. Each phase has that share of
+the CPU time that the workers' main threads took per call in the same seconds; other threads, which are gRPC's, and
+evaluators are counted by the kernel. The sampled stacks stay beside the result, for a flame graph.
 """
 
 import argparse
@@ -32,7 +33,13 @@ CALLERS = 64
 START_S = 3
 
 # What a frame's file begins with below the packages' directory, and the phase it is in; the first that fits.
+OTHER = "gRPC and event loop"
 PHASES = {
+    "decideonce_server/__main__.py": OTHER,
+    "decideonce_server/cli": OTHER,
+    "decideonce_server/app.py": OTHER,
+    "decideonce_server/limits.py": "limits",
+    "limits/": "limits",
     "decideonce_server/wire.py": "parse",
     "decideonce_server/requests.py": "parse",
     "decideonce_server/auth.py": "authenticate",
@@ -64,8 +71,9 @@ PHASES = {
 # Which statement it is shows in the ledger's own frame.
 LEDGER = "decideonce_server/ledger.py"
 STATEMENTS = ("reserve", "read", "complete")
-OTHER = "gRPC and event loop"
+THREADS = "gRPC's own threads"
 EVALUATORS = "evaluators, in processes of their own"
+MAIN = "MainThread"
 
 
 def phase_of(stack: str) -> str:
@@ -83,11 +91,12 @@ def phase_of(stack: str) -> str:
 
 
 def phases(folded: str) -> Counter[str]:
-    """Count samples by phase, in py-spy's folded stacks."""
+    """Count the main thread's samples by phase, in py-spy's folded stacks, each of which begins with its thread."""
     found: Counter[str] = Counter()
     for line in folded.splitlines():
         stack, _, count = line.rpartition(" ")
-        found[phase_of(stack)] += int(count)
+        if MAIN in stack.partition(";")[0]:
+            found[phase_of(stack)] += int(count)
     return found
 
 
@@ -95,7 +104,7 @@ async def record(pid: int, seconds: float, file: Path) -> str:
     """Sample a process, and give its folded stacks."""
     running = await asyncio.create_subprocess_exec(
         *(PY_SPY, "record", "--pid", str(pid), "--duration", str(round(seconds)), "--rate", str(SAMPLES_PER_S)),
-        *("--format", "raw", "--full-filenames", "--output", file),
+        *("--nonblocking", "--threads", "--format", "raw", "--full-filenames", "--output", file),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -104,21 +113,27 @@ async def record(pid: int, seconds: float, file: Path) -> str:
     return file.read_text()
 
 
-async def profile(measured: Subject, replayed: int, seconds: float) -> dict[str, Any]:
+async def profile(measured: Subject, replayed: int, seconds: float, folded_file: Path) -> dict[str, Any]:
     """Sample a worker under load, and give what each phase takes of a call, in microseconds."""
     workers = measured.target.processes()
     before, own_before = cpu_seconds(workers), _own(workers)
     calls = call(measured.target, measured.keys, callers=CALLERS, seconds=seconds + 2 * START_S, replayed=replayed)
-    run, folded = await asyncio.gather(calls, record(workers[0].pid, seconds, measured.directory / "folded.txt"))
-    own = (_own(workers) - own_before) / run["calls"] * 1e6
+    run, folded = await asyncio.gather(calls, record(workers[0].pid, seconds, folded_file))
+    main, own = (
+        (after - earlier) / run["calls"] * 1e6 for after, earlier in zip(_own(workers), own_before, strict=True)
+    )
     everything = (cpu_seconds(workers) - before) / run["calls"] * 1e6
     samples = phases(folded)
-    found = {phase: own * count / samples.total() for phase, count in samples.most_common()}
-    return {"phases_us": found | {EVALUATORS: everything - own}, "samples": samples.total(), "run": run}
+    found = {phase: main * count / samples.total() for phase, count in samples.most_common()}
+    found |= {THREADS: own - main, EVALUATORS: everything - own}
+    return {"phases_us": found, "samples": samples.total(), "run": run}
 
 
-def _own(workers: Sequence[psutil.Process]) -> float:
-    return sum(sum(worker.cpu_times()[:2]) for worker in workers)
+def _own(workers: Sequence[psutil.Process]) -> tuple[float, float]:
+    """Give the CPU time of the workers' main threads, and of all their threads, in seconds."""
+    threads = [(worker.pid, thread) for worker in workers for thread in worker.threads()]
+    main = sum(thread.user_time + thread.system_time for pid, thread in threads if thread.id == pid)
+    return main, sum(thread.user_time + thread.system_time for _, thread in threads)
 
 
 async def measure(workers: int, seconds: float, out: TextIO) -> dict[str, Any]:
@@ -127,7 +142,7 @@ async def measure(workers: int, seconds: float, out: TextIO) -> dict[str, Any]:
         await call(measured.target, measured.keys, callers=CALLERS, calls=REPLAYED)
         content = {}
         for kind, replayed in (("first", 0), ("replay", REPLAYED)):
-            content[kind] = await profile(measured, replayed, seconds)
+            content[kind] = await profile(measured, replayed, seconds, OUTPUT.with_name(f"profile-{kind}.txt"))
             print(f"{kind}: {tables.run_text(content[kind]['run'])} while sampled", flush=True, file=out)
         return content
 
@@ -139,6 +154,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args()
+    OUTPUT.parent.mkdir(exist_ok=True)
     content = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
     content |= asyncio.run(measure(given.workers, given.seconds, sys.stderr))
     write(given.output, content)

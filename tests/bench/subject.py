@@ -94,8 +94,10 @@ async def measured_on(
     request.write_bytes(decide_request(OPERATION, PLACEHOLDER, FACTS).SerializeToString())
     service = ServiceProcess(
         directory / "service.log",
-        ["--database-url", url_text(url), "--catalog", str(CATALOG), "--workers", str(workers)]
-        + ["--metrics", "127.0.0.1:0", "--events", "none", *NO_LIMITS, *arguments],
+        [
+            *("--database-url", url_text(url), "--catalog", str(CATALOG), "--workers", str(workers)),
+            *("--metrics", "127.0.0.1:0", "--events", "none", *NO_LIMITS, *arguments),
+        ],
         environment(PYTHONPATH=str(CATALOG / "python")),
     )
     stack.callback(service.kill)

@@ -139,8 +139,8 @@ def _about(content: Content) -> str:
     return (
         f"Measured {content['made'][:10]} at {machine['commit']}: {machine['cores']} cores ({machine['processor']}), "
         f"{machine['memory_gb']} GB, {machine['system']}, Python {machine['python']}, grpcio {machine['grpcio']}, "
-        f"PostgreSQL {machine['postgres']}; everything on one machine. {plan['workers']} processes each of the service and "
-        f"of the echo, medians of {plan['rounds']} rounds of {plan['seconds']} s."
+        f"PostgreSQL {machine['postgres']}; everything on one machine. {plan['workers']} processes each of the service "
+        f"and of the echo, medians of {plan['rounds']} rounds of {plan['seconds']} s."
     )
 
 
@@ -174,15 +174,13 @@ def _median(runs: Sequence[Content], what: str) -> str:
 
 
 def _half(content: Content) -> str:
-    rows = []
-    for kind in ("first", "replay"):
-        if runs := content["runs"].get(f"{kind}@half"):
-            rows.append(
-                [LABELS[kind], *(_median(runs, w) for w in ("per_second", "p50_ms", "p95_ms", "p99_ms", "max_ms"))]
-            )
-    return (
-        table(["half of the peak, open loop", "calls/s", "p50 ms", "p95 ms", "p99 ms", "max ms"], rows) if rows else ""
-    )
+    shown = {"calls/s": "per_second", "p50 ms": "p50_ms", "p95 ms": "p95_ms", "p99 ms": "p99_ms", "max ms": "max_ms"}
+    rows = [
+        [LABELS[kind], *(_median(runs, what) for what in shown.values())]
+        for kind in ("first", "replay")
+        if (runs := content["runs"].get(f"{kind}@half"))
+    ]
+    return table(["half of the peak, open loop", *shown], rows) if rows else ""
 
 
 def _peers(content: Content) -> str:

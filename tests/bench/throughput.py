@@ -171,7 +171,7 @@ async def peer_measurement(name: str, meter: Meter, roots: Sequence[psutil.Proce
 async def in_rounds(measurements: Sequence[Measurement], results: Measured, out: TextIO) -> None:
     """Measure everything in each round; each round begins elsewhere, so that nothing is always after the same."""
     for measurement in measurements:
-        await measurement.run(WARM_SECONDS if results.plan.seconds > WARM_SECONDS else results.plan.seconds)
+        await measurement.run(min(results.plan.seconds, WARM_SECONDS))
     for number in range(results.plan.rounds):
         order = deque(measurements)
         order.rotate(number * max(1, len(order) // results.plan.rounds))
@@ -215,7 +215,7 @@ async def round_trips(measured: Subject, results: Measured, out: TextIO) -> None
 
 
 async def policy_ms(measured: Subject) -> float:
-    """Measure the policy's own time, on facts as they are recorded: its evaluation here, without a way there and back."""
+    """Measure the policy's own time on facts as they are recorded: evaluated here, without a way there and back."""
     facts = json.loads(await measured.observer.fetchval("SELECT facts FROM ledger LIMIT 1"))
     documents = {p.policy_id: p.text for p in read_catalog(CATALOG).policies if p.engine == "jdm"}
     evaluate = policy_jdm.Engine().prepare(policy_jdm.bundle(POLICY, documents))
