@@ -179,13 +179,13 @@ async def _told_ready(process: Process, log: Path) -> None:
 
 PEERS = {
     "DBOS": Peer(
-        promises="the result of a workflow with one step, once per workflow id, in Postgres; an interrupted one goes on",
+        promises="the result of a workflow with one step, once per workflow id, in Postgres; one interrupted goes on",
         lacks="a look at whether a known key comes with other input, a policy, events, tenants",
         start=dbos,
     ),
     "Restate": Peer(
-        promises="the result of a handler, once per idempotency key, in a log of its own on the disk, for a day unless it "
-        "is told otherwise; an interrupted one goes on",
+        promises="the result of a handler, once per idempotency key, in its own log on the disk, for a day or as long as "
+        "it is told; one interrupted goes on",
         lacks="a look at whether a known key comes with other input, a policy, events, tenants, Postgres",
         start=restate,
     ),

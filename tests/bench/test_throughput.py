@@ -95,7 +95,7 @@ async def test_everything_is_measured() -> None:
     kinds = {f"{kind}@{callers}" for kind in ("first", "replay", "echo", "pgbench") for callers in (1, 64)}
     assert kinds | {"first@half", "replay@half"} == content["runs"].keys()
     assert 0 < content["once"]["replay_round_trips"] <= content["once"]["first_round_trips"]
-    assert 7 == len(list(tables.goals(content)))
+    assert 8 == len(list(tables.goals(content)))
     assert "first decisions at 64 callers, to the echo" in tables.throughput(content)
 
 
