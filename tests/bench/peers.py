@@ -184,8 +184,8 @@ PEERS = {
         start=dbos,
     ),
     "Restate": Peer(
-        promises="the result of a handler, once per idempotency key, in its own log on the disk, for a day or as long as "
-        "it is told; one interrupted goes on",
+        promises="the result of a handler, once per idempotency key, in its own log on the disk, for a day or as long "
+        "as it is told; one interrupted goes on",
         lacks="a look at whether a known key comes with other input, a policy, events, tenants, Postgres",
         start=restate,
     ),

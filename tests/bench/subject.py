@@ -33,6 +33,8 @@ OPERATION = "credit.approve-loan"
 POLICY = "loan-approval"
 FACTS = json.loads((CATALOG / "facts/loan-car.json").read_text())
 TENANT = "acme"
+# A client of pgbench has a connection of its own.
+CONNECTIONS_MAX = 500
 # The limits that keep a tenant from flooding a service are no part of what is measured.
 NO_LIMITS = ("--new-keys-per-second", "1000000", "--attempts-max", "10000", "--attempts-per-tenant", "10000")
 
@@ -70,13 +72,23 @@ async def subject(workers: int, *arguments: str) -> AsyncIterator[Subject]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decideonce-bench-")))
         # The server runs as a user of its own where this runs as root.
         directory.chmod(0o755)
-        postgres = EmbeddedPostgres(directory / "data")
+        postgres = await _postgres(directory / "data")
         stack.callback(postgres.stop)
         url = await postgres.create_database()
         await migrate(url)
         observer = await connect(url)
         stack.push_async_callback(observer.close)
         yield await measured_on(stack, postgres, url, observer, directory, workers, arguments)
+
+
+async def _postgres(data: Path) -> EmbeddedPostgres:
+    """Start a PostgreSQL with its own defaults, but for how many may connect: that holds from the next start on."""
+    postgres = EmbeddedPostgres(data)
+    admin = await connect(postgres.url("postgres"))
+    await admin.execute(f"ALTER SYSTEM SET max_connections = {CONNECTIONS_MAX}")
+    await admin.close()
+    postgres.stop()
+    return EmbeddedPostgres(data)
 
 
 async def measured_on(
