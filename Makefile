@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test check docs chaos bench interop generate lock audit clean
+.PHONY: help setup run demo test check docs chaos bench profile page interop generate lock audit clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,6 +8,7 @@ GENERATE := $(VENV)/generate
 INTEROP := $(VENV)/interop
 LANGUAGES := $(foreach language,go java typescript,$(INTEROP)/$(language)/.built)
 CLIENT_SOURCES := $(wildcard protos/decideonce/v1/*) $(shell find docs/examples/clients tests/interop/go tests/interop/java tests/interop/typescript -type f)
+BENCH := $(VENV)/bench
 PIP := -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 # The example catalog's python policy is importable, as a team's own would be.
@@ -45,9 +46,39 @@ chaos: setup ## drive a deployment under faults, judge its history, then fuzz: [
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 	@$(BIN)/python -W ignore tests/chaos/fuzz.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))
 
-bench: setup ## what purging, publishing and runaway policies cost, and what faults do to events: [PART=purge], about 35 minutes
-	@set -e; for part in $(or $(PART),idle_and_latency backlog delivery neighbours purge); do \
-		PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/$$part.py; done
+PARTS := throughput idle_and_latency backlog delivery neighbours purge
+bench: setup $(BENCH)/load peers ## what it does and what that takes, beside its peers: [PART=throughput|growth|purge|…] [FLAGS=…]
+	@set -e; for part in $(or $(PART),$(PARTS)); do \
+		PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/$$part.py $(FLAGS); done
+
+profile: setup $(BENCH)/load peers ## where a worker's time goes
+	@PYTHONPATH=tests $(BIN)/python -W ignore tests/bench/phases.py $(FLAGS)
+
+page: setup ## write the tables of docs/performance.md from what bench and profile measured last
+	@PYTHONPATH=tests $(BIN)/python tests/bench/tables.py
+
+# Debian's package is unpacked here and not installed, so no root is needed.
+$(BENCH)/load: tests/bench/load.c | $(STAMP)
+	mkdir -p $(BENCH)/nghttp2
+	cd $(BENCH)/nghttp2 && apt-get -qq -o APT::Sandbox::User=root download libnghttp2-dev && dpkg-deb -x libnghttp2-dev_*.deb .
+	$(CC) -std=gnu11 -O2 -Wall -Wextra -Werror -I$(BENCH)/nghttp2/usr/include -o $@ $< $(BENCH)/nghttp2/usr/lib/*/libnghttp2.a
+
+# What can't be fetched isn't measured, and said so.
+.PHONY: peers
+peers: | $(STAMP)
+	-@$(MAKE) --no-print-directory $(BENCH)/peers/.installed
+	-@$(MAKE) --no-print-directory $(BENCH)/restate/.installed
+
+$(BENCH)/peers/.installed: requirements/bench.txt
+	$(PYTHON) -m venv $(BENCH)/peers
+	$(BENCH)/peers/bin/python $(PIP) --require-hashes -r $<
+	@touch $@
+
+$(BENCH)/restate/.installed: tests/bench/package.json tests/bench/package-lock.json
+	mkdir -p $(BENCH)/restate
+	cp $^ $(BENCH)/restate
+	npm ci --silent --ignore-scripts --no-audit --no-fund --prefix $(BENCH)/restate
+	@touch $@
 
 interop: setup $(LANGUAGES) $(INTEROP)/kafka/.fetched $(INTEROP)/prometheus/.fetched $(INTEROP)/bin/.fetched ## other languages, Apache Kafka, Prometheus: needs go, java, mvn, node, npm and apt
 	$(BIN)/pytest -m interop
@@ -96,13 +127,13 @@ $(GENERATE)/.installed: requirements/generate.txt | $(STAMP)
 lock: ## bring the locked versions up to date
 	$(PYTHON) -m venv $(VENV)/lock
 	$(VENV)/lock/bin/python $(PIP) uv
-	cd requirements && for name in serve dev generate; do ../$(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal \
+	cd requirements && for name in serve dev generate bench; do ../$(VENV)/lock/bin/uv pip compile --quiet --upgrade --universal \
 		--python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name.in -o $$name.txt; done
 
 audit: ## ask PyPI for known vulnerabilities of what is locked
 	$(PYTHON) -m venv $(VENV)/audit
 	$(VENV)/audit/bin/python $(PIP) pip-audit
-	for name in serve dev generate; do $(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/$$name.txt || exit 1; done
+	for name in serve dev generate bench; do $(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/$$name.txt || exit 1; done
 
 clean: ## remove what was made
-	rm -rf $(VENV) .decideonce build dist
+	rm -rf $(VENV) .bench .decideonce build dist
