@@ -72,6 +72,7 @@ def plant_app_clock() -> None:
 def plant_no_unique_constraint() -> None:
     """A reservation doesn't look for another; the test drops the primary key."""
     _rewrite("RESERVE", "ON CONFLICT (bucket, tenant, operation, operation_key) DO NOTHING", "")
+    _rewrite("RESERVE", "FROM n JOIN ledger l USING (bucket, tenant, operation, operation_key)", "FROM ledger l WHERE false")
 
 
 def plant_event_after_commit() -> None:
@@ -122,7 +123,8 @@ def plant_sends_in_reverse() -> None:
 def plant_replay_evaluates_again() -> None:
     """A finished record is taken over as if it had failed."""
     _rewrite("TAKE_OVER", "(l.state = 3 OR", "(l.state IN (2, 3) OR")
-    _rewrite("READ", "ELSE l.state END AS state", "WHEN l.state = 2 THEN 3 ELSE l.state END AS state")
+    for name in ("RESERVE", "READ"):
+        _rewrite(name, "ELSE l.state END AS state", "WHEN l.state = 2 THEN 3 ELSE l.state END AS state")
 
 
 def plant_loser_tells_its_own() -> None:
@@ -132,7 +134,7 @@ def plant_loser_tells_its_own() -> None:
     async def complete_or_pretend(self, end, lease):
         done = await complete(self, end, lease)
         if done is None:
-            (record,) = await self._ledger.read([end.key])
+            record = await self._ledger.read(end.key)
             return replace(record, state=end.state, response=end.response)
         return done
 
