@@ -103,6 +103,15 @@ async def test_example_polls_and_makes_new_attempts(example, stage, view, tmp_pa
     assert ("LATE", True) == (answer.decision.outcome, answer.provenance.attempt > 1)
 
 
+def test_example_tells_that_it_is_not_finished(example, tmp_path, monkeypatch, capsys) -> None:
+    """A run that ends before the decision is there says so by its exit code, and the next run gets the decision."""
+    arguments = (str(tmp_path / "work"), ECHO, '{"do": "sleep", "seconds": 0.5}')
+    monkeypatch.setattr(example, "WITHIN_S", 0.3)
+    assert (75, "DECISION_STATUS_PROCESSING \n") == (example.main(*arguments), capsys.readouterr().err)
+    monkeypatch.setattr(example, "WITHIN_S", WITHIN_S)
+    assert (0, "DONE") == (example.main(*arguments), capsys.readouterr().out.split()[0])
+
+
 async def test_error_that_a_resend_cannot_help_ends_it(example, stage) -> None:
     """The example gives what is refused to its caller, at once."""
     with pytest.raises(grpc.RpcError) as refused:

@@ -39,7 +39,7 @@ def begin(work_file: Path, operation: str, facts: dict) -> bytes:
     return work_file.read_bytes()
 
 
-def finish(channel: grpc.Channel, token: str, request: bytes, within_s: float = WITHIN_S) -> Answer:
+def finish(channel: grpc.Channel, token: str, request: bytes, within_s: float) -> Answer:
     """Ask until there is an answer that is final; raises the last error where time runs out or asking can't help."""
     end = time.monotonic() + within_s
     metadata = (("authorization", f"Bearer {token}"),)
@@ -104,7 +104,7 @@ def main(work_file: str, operation: str, facts: str) -> int:
     request = begin(Path(work_file), operation, json.loads(facts))
     try:
         with connect() as channel:
-            answer = finish(channel, os.environ["DECIDEONCE_TOKEN"], request)
+            answer = finish(channel, os.environ["DECIDEONCE_TOKEN"], request, WITHIN_S)
     except grpc.RpcError as error:
         print(f"{error.code().name}: {error.details()}", file=sys.stderr)
         return 1 if retry_after(error) is None else EX_TEMPFAIL
