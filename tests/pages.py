@@ -4,6 +4,7 @@
 <!-- output -->                 what the piece before it prints; … stands for anything in a line, or for any lines
 <!-- file: PATH -->             is written to PATH of that folder before anything runs
 <!-- execute -->                sql: runs on a service's database
+<!-- run with TOOL -->          sh: needs a tool that `make interop` fetches
 <!-- PATH -->                   is a part of that file of the repository, as it stands
 <!-- tested: NAME -->           has a test of its own
 <!-- illustration: REASON -->   can't be run

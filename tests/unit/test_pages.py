@@ -37,6 +37,8 @@ def fault(before: Piece | None, piece: Piece) -> str | None:
     }
     if mark in is_right:
         return None if is_right[mark] else f"{mark}: {argument}"
+    if mark.startswith("run with "):
+        return None if f'"{mark.removeprefix("run with ")}"' in TESTS else f"no test runs it: {mark}"
     if mark and (ROOT / mark).is_file():
         return None if unindented(piece.text) in unindented((ROOT / mark).read_text()) else f"isn't in {mark}"
     return f"nothing tests it: {piece.text[:60]}"
