@@ -72,7 +72,9 @@ def plant_app_clock() -> None:
 def plant_no_unique_constraint() -> None:
     """A reservation doesn't look for another; the test drops the primary key."""
     _rewrite("RESERVE", "ON CONFLICT (bucket, tenant, operation, operation_key) DO NOTHING", "")
-    _rewrite("RESERVE", "FROM n JOIN ledger l USING (bucket, tenant, operation, operation_key)", "FROM ledger l WHERE false")
+    _rewrite(
+        "RESERVE", "FROM n JOIN ledger l USING (bucket, tenant, operation, operation_key)", "FROM ledger l WHERE false"
+    )
 
 
 def plant_event_after_commit() -> None:
