@@ -3,17 +3,20 @@
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from decideonce_server.database import CONNECT_ERRORS, CONNECT_TIMEOUT_S, connect_to_one
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+# Alembic is imported where it is used: that takes a fifth of a process's start, and few processes migrate anything.
 
 # An arbitrary number, the same in every process that migrates.
 ADVISORY_LOCK = 0x6465_6369_6465
@@ -63,7 +66,9 @@ async def _connection(url: URL) -> AsyncIterator[AsyncConnection]:
         await engine.dispose()
 
 
-def _config(connection: Connection | None = None) -> Config:
+def _config(connection: Connection | None = None) -> "Config":
+    from alembic.config import Config  # noqa: PLC0415  # see above
+
     config = Config()
     config.set_main_option("script_location", str(files("decideonce_server") / "migrations"))
     config.attributes["connection"] = connection
@@ -72,15 +77,29 @@ def _config(connection: Connection | None = None) -> Config:
 
 def schema_head() -> str:
     """Name the schema version that this program needs."""
-    return str(ScriptDirectory.from_config(_config()).get_current_head())
+    return str(_scripts().get_current_head())
+
+
+def _scripts() -> "ScriptDirectory":
+    from alembic.script import ScriptDirectory  # noqa: PLC0415  # see above
+
+    return ScriptDirectory.from_config(_config())
+
+
+def _revision(connection: Connection) -> str | None:
+    from alembic.runtime.migration import MigrationContext  # noqa: PLC0415  # see above
+
+    return MigrationContext.configure(connection).get_current_revision()
 
 
 def _upgrade(connection: Connection, service_role: str | None) -> None:
     connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": ADVISORY_LOCK})
     connection.commit()
     try:
-        _refuse_unknown(MigrationContext.configure(connection).get_current_revision())
+        _refuse_unknown(_revision(connection))
         connection.commit()
+        from alembic import command  # noqa: PLC0415  # see above
+
         command.upgrade(_config(connection), "head")
         if service_role is not None:
             _grant(connection, service_role)
@@ -136,7 +155,7 @@ async def check_schema(url: URL) -> None:
         DatabaseUnreachable: no connection could be made.
     """
     async with _connection(url) as connection:
-        revision = await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+        revision = await connection.run_sync(_revision)
     _refuse_unknown(revision)
     if revision != schema_head():
         raise UnknownSchema(
@@ -146,7 +165,7 @@ async def check_schema(url: URL) -> None:
 
 
 def _refuse_unknown(revision: str | None) -> None:
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+    known = {script.revision for script in _scripts().walk_revisions()}
     if revision is not None and revision not in known:
         raise UnknownSchema(
             f"the database's schema is at {revision}, which this program doesn't know (it knows up to "

@@ -130,10 +130,10 @@ async def test_two_thousand_calls_at_once_are_shed_and_not_queued(
     assert {("OVERLOADED", True)} == {(error.reason, error.retry_after) for error in shed}
     begun = {answer.status for answer in new if not isinstance(answer, grpc.RpcError)}
     assert {wire.DECISION_STATUS_PROCESSING} == begun
-    # What was shed has written nothing; what is taken on is what the settings say, and a few more.
+    # What was shed has written nothing; what is taken on is what the settings say, and some that were on their way.
     rows = await observer.fetchval("SELECT count(*) FROM ledger")
     assert 2 + len(new) - len(shed) == rows
-    assert rows < 1_100
+    assert rows < 1_300
 
 
 async def test_new_keys_of_a_tenant_are_limited_by_the_second(

@@ -80,6 +80,8 @@ CODES = {
 ANSWERED_WITHIN_S = 20.0
 # A field that stands again counts as it stands last: whatever became of it before, nothing is published.
 DRY_RUN = catalog_pb2.ApplyCatalogRequest(dry_run=True).SerializeToString()
+# So few evaluators that all are there after the first inputs.
+FEW = ("--evaluators", "4")
 # A batch, all of which is on its way at the same moment, and comes from one example of Hypothesis.
 CALLS, WAYS = 10, 8
 BATCH = CALLS * WAYS
@@ -411,7 +413,7 @@ def main() -> None:
         catalog = write_catalog(directory / "catalog", OPERATIONS, POLICIES)
         service = ServiceProcess(
             directory / "service.log",
-            ["--database-url", url_text(url), "--catalog", str(catalog), "--events", "none"],
+            ["--database-url", url_text(url), "--catalog", str(catalog), "--events", "none", *FEW],
         )
         stack.callback(service.kill)
         service.wait_until_ready()
