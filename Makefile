@@ -39,7 +39,8 @@ chaos: setup ## drive a deployment under faults and judge its history: [MINUTES=
 	@$(BIN)/python -W ignore tests/chaos/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 PARTS := throughput idle_and_latency backlog delivery purge
-bench: setup $(BENCH)/load peers ## what it does and what that takes, beside its peers: [PART=throughput|growth|purge|…] [FLAGS=…]
+LOADED := $(if $(filter throughput growth,$(or $(PART),$(PARTS))),$(BENCH)/load peers)
+bench: setup $(LOADED) ## how much it does beside its peers, what else costs what: an hour, or one [PART=throughput|growth|…] [FLAGS=…]
 	@set -e; for part in $(or $(PART),$(PARTS)); do \
 		PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/$$part.py $(FLAGS); done
 
@@ -72,7 +73,7 @@ $(BENCH)/restate/.installed: tests/bench/package.json tests/bench/package-lock.j
 	npm ci --silent --ignore-scripts --no-audit --no-fund --prefix $(BENCH)/restate
 	@touch $@
 
-interop: setup $(INTEROP)/.fetched ## what needs Apache Kafka or Prometheus: needs java (17 or later), mvn, and Debian's apt
+interop: setup $(INTEROP)/.fetched $(BENCH)/load ## what needs Apache Kafka, Prometheus or load: needs java (17 or later), mvn, gcc, and Debian's apt
 	$(BIN)/pytest -m interop
 
 $(INTEROP)/.fetched: tests/interop/pom.xml Makefile | $(STAMP)
