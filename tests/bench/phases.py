@@ -85,7 +85,9 @@ def phase_of(stack: str) -> str:
                 continue
             if phase != "statements":
                 return phase
-            named = [name for name, where in reversed(frames) if LEDGER in where and name in STATEMENTS]
+            named = [
+                name for frame, where in frames if LEDGER in where for name in frame.split(".") if name in STATEMENTS
+            ]
             return f"{phase}: {named[0]}" if named else phase
     return OTHER
 
