@@ -93,12 +93,16 @@ def phase_of(stack: str) -> str:
 
 
 def phases(folded: str) -> Counter[str]:
-    """Count the main thread's samples by phase, in py-spy's folded stacks, each of which begins with its thread."""
+    """Count the main thread's samples by phase, in py-spy's folded stacks, each of which begins with its thread.
+
+    One without frames could not be read, as they changed meanwhile.
+    """
     found: Counter[str] = Counter()
     for line in folded.splitlines():
         stack, _, count = line.rpartition(" ")
-        if MAIN in stack.partition(";")[0]:
-            found[phase_of(stack)] += int(count)
+        thread, _, frames = stack.partition(";")
+        if MAIN in thread and frames:
+            found[phase_of(frames)] += int(count)
     return found
 
 
