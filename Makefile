@@ -47,7 +47,8 @@ chaos: setup ## drive a deployment under faults, judge its history, then fuzz: [
 	@$(BIN)/python -W ignore tests/chaos/fuzz.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))
 
 PARTS := throughput idle_and_latency backlog delivery neighbours purge
-bench: setup $(BENCH)/load peers ## what it does and what that takes, beside its peers: [PART=throughput|growth|purge|…] [FLAGS=…]
+LOADED := $(if $(filter throughput growth,$(or $(PART),$(PARTS))),$(BENCH)/load peers)
+bench: setup $(LOADED) ## how much it does beside its peers, what else costs what: an hour, or one [PART=throughput|growth|…] [FLAGS=…]
 	@set -e; for part in $(or $(PART),$(PARTS)); do \
 		PYTHONPATH=tests:tests/policies $(BIN)/python -W ignore tests/bench/$$part.py $(FLAGS); done
 
@@ -80,7 +81,7 @@ $(BENCH)/restate/.installed: tests/bench/package.json tests/bench/package-lock.j
 	npm ci --silent --ignore-scripts --no-audit --no-fund --prefix $(BENCH)/restate
 	@touch $@
 
-interop: setup $(LANGUAGES) $(INTEROP)/kafka/.fetched $(INTEROP)/prometheus/.fetched $(INTEROP)/bin/.fetched ## other languages, Apache Kafka, Prometheus: needs go, java, mvn, node, npm and apt
+interop: setup $(LANGUAGES) $(INTEROP)/kafka/.fetched $(INTEROP)/prometheus/.fetched $(INTEROP)/bin/.fetched $(BENCH)/load ## other languages, Apache Kafka, Prometheus, load: needs go, java, mvn, node, npm, gcc and apt
 	$(BIN)/pytest -m interop
 
 # Nothing that is there already is fetched again.

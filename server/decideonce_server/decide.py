@@ -88,30 +88,33 @@ class Decide:
             LedgerUnavailable: whether the decision was recorded stayed unknown, or its row stayed locked.
             DecisionNotFound: the attempt lost its lease, and the winner's record is past its retention.
         """
+        with self._limits.ending_attempt(attempt.record.key.tenant):
+            completed = await self._evaluate_and_record(attempt)
+        if completed is not None:
+            return completed, True
+        self._stale_completions.add(1)
+        winner = await self._ledger.read(attempt.record.key)
+        if winner is None:
+            raise DecisionNotFound
+        return winner, False
+
+    async def _evaluate_and_record(self, attempt: Attempt) -> Record | None:
         record = attempt.record
         operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
         policy = await self._catalog.policy_version(record.policy_id, record.policy_version)
         contract = operation.contract
         with (
-            self._limits.attempt(record.key.tenant),
             self._leases.renewing(record, contract.lease, contract.time_budget),
             tracing.attempt_span(record.traceparent, record.key.operation, record.key.operation_key, record.attempt),
         ):
             try:
                 end = await self._evaluate(attempt, contract, policy)
-                completed = await self._end(attempt, contract, policy, end)
+                return await self._end(attempt, contract, policy, end)
             except LedgerUnavailable:
                 raise
             except Exception:
                 await self._end(attempt, contract, policy, _failure(DEFECT, record, contract))
                 raise
-        if completed is not None:
-            return completed, True
-        self._stale_completions.add(1)
-        winner = await self._ledger.read(record.key)
-        if winner is None:
-            raise DecisionNotFound
-        return winner, False
 
     async def _evaluate(
         self,

@@ -37,11 +37,17 @@ class Limits:
         # Until when a tenant has had its mismatches, by this process's monotonic clock.
         self._limited_until: dict[str, float] = {}
 
+    def begin_attempt(self, tenant: str) -> None:
+        """Count an attempt, until it ends: from its reservation on, so that no call finds room where there is none."""
+        self._attempts[tenant] += 1
+
     @contextmanager
-    def attempt(self, tenant: str) -> Iterator[None]:
-        """Count an attempt as long as the block runs."""
-        with _counted(self._attempts, tenant):
+    def ending_attempt(self, tenant: str) -> Iterator[None]:
+        """Count an attempt no more when the block ends."""
+        try:
             yield
+        finally:
+            _discount(self._attempts, tenant)
 
     @contextmanager
     def reserving(self, tenant: str) -> Iterator[None]:
@@ -90,6 +96,10 @@ def _counted(counter: Counter[str], tenant: str) -> Iterator[None]:
     try:
         yield
     finally:
-        counter[tenant] -= 1
-        if not counter[tenant]:
-            del counter[tenant]
+        _discount(counter, tenant)
+
+
+def _discount(counter: Counter[str], tenant: str) -> None:
+    counter[tenant] -= 1
+    if not counter[tenant]:
+        del counter[tenant]

@@ -78,6 +78,7 @@ class Reserve:
             if isinstance(reservation, Reservation) and _record_of(found).decision_id == reservation.decision_id:
                 self._limits.count_new_key(tenant)
             if isinstance(found, Attempt):
+                self._limits.begin_attempt(tenant)
                 return found
             await self._refuse_another(found, request)
             if found.state is State.EXPIRED:
@@ -143,6 +144,8 @@ class Reserve:
             return ended
         (taken,) = await self._ledger.take_over([record], [operation.contract.lease])
         # A background decision's first attempt takes over from nobody.
+        if taken is not None:
+            self._limits.begin_attempt(record.key.tenant)
         if taken is not None and record.attempt > 0:
             measures.count_takeover(after_failure=record.state is State.FAILED_RETRYABLE)
         return taken

@@ -523,7 +523,7 @@ async def inside(database_url, tmp_path) -> AsyncIterator[tuple[Caller, Caller, 
         await parts.apply.apply(read_catalog(directory), applied_by="test")
         await parts.catalog.refresh()
         server = grpc.aio.server(interceptors=app.interceptors(parts))
-        servicer = DefectiveServicer(parts.decide, parts.ledger, parts.catalog, parts.waiters)
+        servicer = DefectiveServicer(parts.decide, parts.sets, parts.catalog, parts.waiters)
         add_DecisionServiceServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

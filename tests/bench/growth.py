@@ -49,6 +49,9 @@ OWN = {
     "bucket": BUCKET,
     "operation_key": "k.operation_key",
     "decision_id": "gen_random_uuid()",
+    # As if made one after the other: an index doesn't fold what differs.
+    "replayable_until": "l.replayable_until + random() * interval '1 hour'",
+    "key_retained_until": "l.key_retained_until + interval '1 hour'",
     "response": """overlay(l.response PLACING convert_to(k.operation_key, 'UTF8')
         FROM position(convert_to(l.operation_key, 'UTF8') IN l.response))""",
 }

@@ -136,7 +136,7 @@ static void fill(const struct template *template, char *bytes, const char *key) 
     for (size_t i = 0; i < template->places; i++) memcpy(bytes + template->at[i], key, KEY_LENGTH);
 }
 
-/* Reads a protobuf field; `bytes` is NULL for a number. Gives false at the end and where it isn't protobuf. */
+/* Reads a protobuf field, a varint or bytes; for a varint `bytes` is NULL. Gives false where it is neither. */
 struct field {
     uint64_t number, value;
     const uint8_t *bytes;

@@ -85,18 +85,24 @@ def phase_of(stack: str) -> str:
                 continue
             if phase != "statements":
                 return phase
-            named = [name for name, where in reversed(frames) if LEDGER in where and name in STATEMENTS]
+            named = [
+                name for frame, where in frames if LEDGER in where for name in frame.split(".") if name in STATEMENTS
+            ]
             return f"{phase}: {named[0]}" if named else phase
     return OTHER
 
 
 def phases(folded: str) -> Counter[str]:
-    """Count the main thread's samples by phase, in py-spy's folded stacks, each of which begins with its thread."""
+    """Count the main thread's samples by phase, in py-spy's folded stacks, each of which begins with its thread.
+
+    One without frames could not be read, as they changed meanwhile.
+    """
     found: Counter[str] = Counter()
     for line in folded.splitlines():
         stack, _, count = line.rpartition(" ")
-        if MAIN in stack.partition(";")[0]:
-            found[phase_of(stack)] += int(count)
+        thread, _, frames = stack.partition(";")
+        if MAIN in thread and frames:
+            found[phase_of(frames)] += int(count)
     return found
 
 

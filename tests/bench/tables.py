@@ -228,12 +228,14 @@ def growth(content: Content) -> str:
 
 
 def _size(size: Content) -> str:
-    rows = [
-        [name, number(statistics.median(values)), spread(values), _median(runs, "p50_ms"), _median(runs, "p99_ms")]
-        for name, runs in size["runs"].items()
-        if (values := [run["per_second"] for run in runs])
-    ]
-    heads = [f"{CALLERS} callers; many: {size['rows']:,} decisions", "calls/s", "least to most", "p50 ms", "p99 ms"]
+    sizes = {"few": "10,000", "many": f"{size['rows']:,}"}
+    rows = []
+    for name, runs in size["runs"].items():
+        kind, which = name.split()
+        rates = [run["per_second"] for run in runs]
+        times = (_median(runs, "p50_ms"), _median(runs, "p99_ms"))
+        rows.append([LABELS[kind], sizes[which], number(statistics.median(rates)), spread(rates), *times])
+    heads = [f"at {CALLERS} callers", "decisions before", "calls/s", "least to most", "p50 ms", "p99 ms"]
     planted = (
         f"Planted in {size['planting_s']:,.0f} s; {size['bytes_per_decision']:,.0f} bytes a decision, with indexes."
     )

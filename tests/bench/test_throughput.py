@@ -8,7 +8,7 @@ import pytest
 
 from bench import growth, tables, throughput
 from bench.loader import Keys, LoadFailed, call
-from bench.phases import OTHER, phase_of
+from bench.phases import OTHER, phase_of, phases
 from bench.sql_client import sql_client
 from bench.subject import CATALOG, FACTS, OPERATION, subject
 from decideonce.v1 import decision_service_pb2 as wire
@@ -42,7 +42,7 @@ async def test_sql_client_and_planted_decisions_are_as_the_service_made_them(
 
 SAMPLES = {
     "work (/x/decideonce_server/app.py:1);intercept (/x/decideonce_server/wire.py:3)": "parse",
-    "reserve (/x/decideonce_server/ledger.py:9);execute (/x/sqlalchemy/e.py:1)": "statements: reserve",
+    "Ledger.reserve (/x/decideonce_server/ledger.py:9);execute (/x/sqlalchemy/e.py:1)": "statements: reserve",
     "work (/x/decideonce_server/app.py:1);run (/x/uvloop/__init__.py:2)": OTHER,
     "serve (/x/decideonce_server/decide.py:2);dumps (/usr/lib/python3/json/__init__.py:2)": "the rest of the way",
     "run (/usr/lib/python3/threading.py:9)": OTHER,
@@ -53,6 +53,14 @@ SAMPLES = {
 def test_a_sample_has_its_phase(stack) -> None:
     """A stack counts for the innermost module that has a phase; a statement for the ledger's method around it."""
     assert SAMPLES[stack] == phase_of(stack)
+
+
+def test_samples_are_counted_by_phase() -> None:
+    """Samples of the main thread count, but for those whose frames could not be read."""
+    main, other = "thread (1): MainThread", "thread (2): Thread-3"
+    parse, loop = "intercept (/x/decideonce_server/wire.py:3)", "run (/x/uvloop/__init__.py:2)"
+    folded = f"{main};{loop};{parse} 3\n{main};{loop} 2\n{main} 7\n{other};{parse} 5\n{main};{parse} 1\n"
+    assert {"parse": 4, OTHER: 2} == phases(folded)
 
 
 def run_of(per_second: float, p50_ms: float = 1.0) -> dict:

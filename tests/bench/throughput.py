@@ -241,6 +241,8 @@ async def measure(plan: Plan, out: TextIO, *arguments: str) -> Measured:
         measurements += echo_measurements(echo, measured.meter, plan)
         measurements += sql_measurements(client, measured.meter, plan)
         measurements += await peer_measurements(stack, measured, plan, results, out)
+        # What is compared stands side by side.
+        measurements.sort(key=lambda measurement: int(measurement.name.partition("@")[2]))
         await in_rounds(measurements, results, out)
         await at_half_of_peak(measured, results, out)
         await round_trips(measured, results, out)
@@ -306,7 +308,8 @@ def write(name: Path, content: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run as a program."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    epilog = "Other flags are handed to `decideonce serve`."
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], epilog=epilog)
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of the service, and of the echo")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=int, default=SECONDS, help="how long each measurement takes in each round")
