@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from limits import RateLimitItemPerSecond
-from limits.storage import MemoryStorage
-from limits.strategies import MovingWindowRateLimiter
+from cachetools import LRUCache
 
 from decideonce_server.database import LockTimeout
 from decideonce_server.errors import MismatchRateLimited, Overloaded
 from decideonce_server.ledger import Ledger
 from decideonce_server.sets import OVERLOAD_RETRY_AFTER
 from decideonce_server.settings import Settings
+
+# A tenant that is forgotten has all its tokens again, as it has after a second.
+TENANTS_MAX = 100_000
 
 
 class Limits:
@@ -32,8 +33,8 @@ class Limits:
         # By tenant.
         self._attempts: Counter[str] = Counter()
         self._reserving: Counter[str] = Counter()
-        self._new_keys = RateLimitItemPerSecond(settings.new_keys_per_second)
-        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+        # A token bucket each, full at first: how many tokens there were, and when.
+        self._new_keys: LRUCache[str, tuple[float, float]] = LRUCache(TENANTS_MAX)
         # Until when a tenant has had its mismatches, by this process's monotonic clock.
         self._limited_until: dict[str, float] = {}
 
@@ -63,12 +64,16 @@ class Limits:
 
     def new_key(self, tenant: str) -> Overloaded | None:
         """Give the refusal of a new key, to one that is reserving; None where the tenant may have one."""
-        left = self._limiter.get_window_stats(self._new_keys, tenant).remaining
-        return None if self._reserving[tenant] <= left else Overloaded(OVERLOAD_RETRY_AFTER)
+        return None if self._reserving[tenant] <= self._new_keys_left(tenant) else Overloaded(OVERLOAD_RETRY_AFTER)
 
     def count_new_key(self, tenant: str) -> None:
         """Count a key that was reserved."""
-        self._limiter.hit(self._new_keys, tenant)
+        self._new_keys[tenant] = (self._new_keys_left(tenant) - 1, time.monotonic())
+
+    def _new_keys_left(self, tenant: str) -> float:
+        rate = self._settings.new_keys_per_second
+        tokens, since = self._new_keys.get(tenant, (rate, 0.0))
+        return min(rate, tokens + rate * (time.monotonic() - since))
 
     async def mismatch(self, tenant: str) -> None:
         """Count a request that reuses a key for something else: somebody who tries many is looking for something.
