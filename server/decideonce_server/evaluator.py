@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,15 @@ from decideonce_server.values import Json
 # busy machine; budgets are meant for decisions. It is bounded all the same: the lease is renewed while it goes on.
 PREPARE_SECONDS_MAX = 10.0
 
+# Those that this process may use; none where the system has no say in it (outside Linux).
+CORES: Sequence[int] = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+
 # More versions than a deployment has active at once; a prepared one holds a module or a parsed document.
 PREPARED_MAX = 64
+
+# An evaluation that takes this long goes on on half of the cores: those that run away leave the other half to calls, to
+# Postgres beside them, and to short evaluations. Giving way by priority alone costs each step of a call a time slice.
+LONG_S = 0.05
 
 log = structlog.get_logger()
 
@@ -242,6 +249,7 @@ class _Evaluator:
         self.is_clean = True
         self.idle_since = time.monotonic()
         self.ending: asyncio.Task[int | None] | None = None
+        self._cores: Sequence[int] = CORES
 
     @classmethod
     async def start(cls, fork_server: "_ForkServer") -> "_Evaluator":
@@ -285,6 +293,7 @@ class _Evaluator:
         started = time.monotonic()
         self.is_clean = False
         self._writer.write(request_message)
+        confining = asyncio.get_running_loop().call_later(LONG_S, self._confine)
         try:
             async with asyncio.timeout(seconds_max):
                 length = await self._reader.readexactly(LENGTH.size)
@@ -296,10 +305,24 @@ class _Evaluator:
             if time.monotonic() - started >= seconds_max:
                 raise PolicyTimeout(f"it did not end within {seconds_max:g} s") from None
             raise PolicyCrashed("the evaluator ended") from None
+        finally:
+            confining.cancel()
+            self._set_cores(CORES)
         self.is_clean = True
         if "error" in answer:
             raise CARRIED_ERRORS[answer["error"]](answer["text"])
         return answer
+
+    def _confine(self) -> None:
+        # The last ones: where there is a choice, the kernel fills the first ones first.
+        self._set_cores(CORES[-(-len(CORES) // 2) :])
+
+    def _set_cores(self, cores: Sequence[int]) -> None:
+        if cores and cores != self._cores:
+            self._cores = cores
+            # It may be gone; its pid is its own until it is reaped.
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self._pid, cores)
 
     def kill(self) -> None:
         # The pid is this evaluator's until the fork server reaps it, which it does only when asked.

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import uvloop
 
@@ -31,6 +32,7 @@ from decideonce_server.policy import (
 )
 from decideonce_server.policy_python import NAME
 from decideonce_server.values import Json
+from processes import until
 
 # Production runs on uvloop; command-line programs and tests may not.
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -288,6 +290,18 @@ async def test_a_slow_policy_has_half_of_the_evaluators(evaluators: Evaluators, 
     assert [True, True, False, False] == sorted((call.done() for call in calls), reverse=True)[:4]
     gate.open(8)
     assert list(range(10)) == [(await call).outputs["n"] for call in calls]
+
+
+async def test_a_long_evaluation_leaves_half_of_the_cores_to_others(evaluators: Evaluators, gate: Gate) -> None:
+    """An evaluation that goes on for long is held to half of the cores; its evaluator has all of them again after it."""
+    call = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
+    process = psutil.Process(await gate.running())
+    every = process.cpu_affinity()
+    half = every[-(-len(every) // 2) :] or every
+    await until(lambda: half == process.cpu_affinity())
+    gate.open()
+    await call
+    assert every == process.cpu_affinity()
 
 
 async def test_policies_are_served_in_turn(gate: Gate) -> None:
