@@ -293,7 +293,7 @@ async def test_a_slow_policy_has_half_of_the_evaluators(evaluators: Evaluators, 
 
 
 async def test_a_long_evaluation_leaves_half_of_the_cores_to_others(evaluators: Evaluators, gate: Gate) -> None:
-    """An evaluation that goes on for long is held to half of the cores; its evaluator has all of them again after it."""
+    """An evaluation that goes on for long is held to half of the cores; its evaluator has all of them after it."""
     call = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
     process = psutil.Process(await gate.running())
     every = process.cpu_affinity()
