@@ -38,7 +38,7 @@ PREPARED_MAX = 64
 
 # An evaluation that takes this long goes on on half of the cores: those that run away leave the other half to calls, to
 # Postgres beside them, and to short evaluations. Giving way by priority alone costs each step of a call a time slice.
-LONG_S = 0.05
+LONG_S = 0.02
 
 log = structlog.get_logger()
 
