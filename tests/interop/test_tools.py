@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import make_token, spoken
+from harness import make_token, spoken_in_log
 from interop.drivers import BUILT, ROOT
 
 pytestmark = pytest.mark.interop
@@ -48,7 +48,7 @@ async def run(start_service, database_url, tmp_path: Path):
         ).stdout
 
     yield run_commands
-    assert [] == spoken(service.log)
+    assert [] == spoken_in_log(service.log)
 
 
 def test_grpcurl(run) -> None:
