@@ -83,7 +83,7 @@ class Reserve:
             if isinstance(found, Attempt):
                 self._limits.begin_attempt(tenant)
                 return found
-            await self._refuse_another(found, request)
+            await self._refuse_another(found, request, reservation)
             if found.state is State.EXPIRED:
                 raise OperationKeyExpired(str(found.decision_id), found.replayable_until, found.key_retained_until)
             if found.background or not (found.is_abandoned or found.state is State.FAILED_RETRYABLE):
@@ -123,16 +123,26 @@ class Reserve:
             raise reservation
         return record
 
-    async def _refuse_another(self, record: Record, request: DecisionRequest) -> None:
-        operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
-        try:
-            judged = await _judged(request, operation)
-        except InvalidFacts:
-            # The recorded request satisfied this schema, so this one is another.
-            judged = None
-        if judged is None or judged.fingerprint != record.fingerprint:
+    async def _refuse_another(
+        self, record: Record, request: DecisionRequest, reservation: Reservation | DecideonceError
+    ) -> None:
+        if isinstance(reservation, Reservation) and reservation.operation_version == record.operation_version:
+            # Judged just now, by the very version that the record was made under.
+            digest: bytes | None = reservation.fingerprint
+        else:
+            digest = await self._fingerprint_by(record, request)
+        if digest != record.fingerprint:
             await self._limits.mismatch(record.key.tenant)
             raise OperationKeyReused
+
+    async def _fingerprint_by(self, record: Record, request: DecisionRequest) -> bytes | None:
+        """Judge a request by the operation version of a record; None where it doesn't satisfy that."""
+        operation = await self._catalog.operation_version(record.key.operation, record.operation_version)
+        try:
+            return (await _judged(request, operation)).fingerprint
+        except InvalidFacts:
+            # The recorded request satisfied this schema, so this one is another.
+            return None
 
     async def take_over(self, record: Record) -> Attempt | Record | None:
         """Begin the next attempt at a record that was left, or record that none is left; None where it has changed."""
@@ -145,9 +155,9 @@ class Reserve:
                 measures.count_attempts_exhausted()
             return ended
         (taken,) = await self._ledger.take_over([record], [operation.contract.lease])
-        # A background decision's first attempt takes over from nobody.
         if taken is not None:
             self._limits.begin_attempt(record.key.tenant)
+        # A background decision's first attempt takes over from nobody.
         if taken is not None and record.attempt > 0:
             measures.count_takeover(after_failure=record.state is State.FAILED_RETRYABLE)
         return taken
