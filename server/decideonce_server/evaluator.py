@@ -307,7 +307,8 @@ class _Evaluator:
             raise PolicyCrashed("the evaluator ended") from None
         finally:
             confining.cancel()
-            self._set_cores(CORES)
+        # One that didn't answer is never used again, and its pid may soon be another's.
+        self._set_cores(CORES)
         self.is_clean = True
         if "error" in answer:
             raise CARRIED_ERRORS[answer["error"]](answer["text"])
@@ -318,7 +319,7 @@ class _Evaluator:
         self._set_cores(CORES[-(-len(CORES) // 2) :])
 
     def _set_cores(self, cores: Sequence[int]) -> None:
-        if cores and cores != self._cores:
+        if cores and cores != self._cores and self.ending is None:
             self._cores = cores
             # It may be gone; its pid is its own until it is reaped.
             with contextlib.suppress(ProcessLookupError):
