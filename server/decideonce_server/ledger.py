@@ -402,7 +402,10 @@ class Ledger:
         return [taken.get(record.key) for record in records]
 
     async def complete(self, completions: Sequence[Completion]) -> list[Record | None]:
-        """End each attempt, with its events, in one transaction; None where the attempt is no longer the key's."""
+        """End each attempt, with its events, in one transaction; None where the attempt is no longer the key's.
+
+        No two of a set are of one key.
+        """
         ordered = sorted(completions, key=lambda c: c.key.row)
         events = [event for completion in ordered for event in completion.events]
         rows = await self._database.run(

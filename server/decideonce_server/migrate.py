@@ -93,13 +93,13 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _upgrade(connection: Connection, service_role: str | None) -> None:
+    from alembic import command  # noqa: PLC0415  # see above
+
     connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": ADVISORY_LOCK})
     connection.commit()
     try:
         _refuse_unknown(_revision(connection))
         connection.commit()
-        from alembic import command  # noqa: PLC0415  # see above
-
         command.upgrade(_config(connection), "head")
         if service_role is not None:
             _grant(connection, service_role)

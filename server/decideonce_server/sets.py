@@ -41,6 +41,8 @@ class _Waiting(Generic[M, R]):
 class _Set(Generic[M, R]):
     members: list[_Waiting[M, R]]
     is_slow: bool = False
+    # Kept here, as the loop keeps no task that nobody else does.
+    sending: asyncio.Task[None] | None = None
 
 
 class Sets(Generic[M, R]):
@@ -67,7 +69,6 @@ class Sets(Generic[M, R]):
         self._count = 0
         self._under_way: set[_Set[M, R]] = set()
         self._is_scheduled = False
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, member: M) -> R:
         """Send a member with others, and give its result.
@@ -102,9 +103,7 @@ class Sets(Generic[M, R]):
         set_ = _Set(members)
         self._under_way.add(set_)
         # In a context of its own: what belongs to one call isn't the set's.
-        task = asyncio.get_running_loop().create_task(self._send(set_), context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        set_.sending = asyncio.get_running_loop().create_task(self._send(set_), context=contextvars.Context())
 
     def _take(self) -> list[_Waiting[M, R]]:
         taken: list[_Waiting[M, R]] = []
