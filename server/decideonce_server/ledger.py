@@ -404,8 +404,16 @@ class Ledger:
     async def complete(self, completions: Sequence[Completion]) -> list[Record | None]:
         """End each attempt, with its events, in one transaction; None where the attempt is no longer the key's.
 
-        No two of a set are of one key.
+        Of two that are of one key, as an attempt and the one that took over from it, the second has a transaction of
+        its own: a key's row and events tell of one end.
         """
+        firsts = {c.key: c for c in reversed(completions)}
+        done = await self._complete(list(firsts.values()))
+        seconds = [c for c in completions if firsts[c.key] is not c]
+        later = iter(await self.complete(seconds) if seconds else ())
+        return [done.get(c.key) if firsts[c.key] is c else next(later) for c in completions]
+
+    async def _complete(self, completions: Sequence[Completion]) -> dict[Key, Record]:
         ordered = sorted(completions, key=lambda c: c.key.row)
         events = [event for completion in ordered for event in completion.events]
         rows = await self._database.run(
@@ -421,8 +429,7 @@ class Ledger:
             abandoned=[c.abandoned for c in ordered],
             **outbox.insert_parameters(events),
         )
-        done = {record.key: record for record in map(_record, rows)}
-        return [done.get(c.key) for c in completions]
+        return {record.key: record for record in map(_record, rows)}
 
     async def renew(self, records: Sequence[Record], leases: Sequence[timedelta]) -> set[Key]:
         """Renew each attempt's lease, from now; give the keys whose attempt is still theirs."""

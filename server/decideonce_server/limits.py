@@ -17,7 +17,7 @@ from decideonce_server.ledger import Ledger
 from decideonce_server.sets import OVERLOAD_RETRY_AFTER
 from decideonce_server.settings import Settings
 
-# A tenant that is forgotten has all its tokens again, as it has after a second.
+# A tenant that is forgotten may have a second's new keys again, as after a second without any.
 TENANTS_MAX = 100_000
 
 
@@ -33,7 +33,7 @@ class Limits:
         # By tenant.
         self._attempts: Counter[str] = Counter()
         self._reserving: Counter[str] = Counter()
-        # A token bucket each, full at first: how many tokens there were, and when.
+        # How many new keys each tenant might have, and when that was: more with time, a second's at most.
         self._new_keys: LRUCache[str, tuple[float, float]] = LRUCache(TENANTS_MAX)
         # Until when a tenant has had its mismatches, by this process's monotonic clock.
         self._limited_until: dict[str, float] = {}
@@ -72,8 +72,8 @@ class Limits:
 
     def _new_keys_left(self, tenant: str) -> float:
         rate = self._settings.new_keys_per_second
-        tokens, since = self._new_keys.get(tenant, (rate, 0.0))
-        return min(rate, tokens + rate * (time.monotonic() - since))
+        left, since = self._new_keys.get(tenant, (rate, 0.0))
+        return min(rate, left + rate * (time.monotonic() - since))
 
     async def mismatch(self, tenant: str) -> None:
         """Count a request that reuses a key for something else: somebody who tries many is looking for something.

@@ -33,7 +33,6 @@ R = TypeVar("R")
 @dataclass(eq=False, slots=True)
 class _Waiting(Generic[M, R]):
     member: M
-    key: Key
     result: asyncio.Future[R] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -48,21 +47,19 @@ class _Set(Generic[M, R]):
 class Sets(Generic[M, R]):
     """Forms the sets of one operation of the ledger, each of SIZE_MAX members at most, from tenants in turn.
 
-    A member that fails for what it is fails alone: the others are sent again, each by itself. `distinct`: no set has
-    two members of one key. `bounded`: members may be shed.
+    A member that fails for what it is fails alone: the others are sent again, each by itself. `bounded`: members may be
+    shed.
     """
 
     def __init__(
         self,
         operation: Callable[[Sequence[M]], Awaitable[list[R]]],
-        key_of: Callable[[M], Key],
+        tenant_of: Callable[[M], str],
         *,
-        distinct: bool = False,
         bounded: bool = False,
     ) -> None:
         self._operation = operation
-        self._key_of = key_of
-        self._distinct = distinct
+        self._tenant_of = tenant_of
         self._bounded = bounded
         # By tenant, in turn.
         self._waiting: OrderedDict[str, deque[_Waiting[M, R]]] = OrderedDict()
@@ -79,14 +76,11 @@ class Sets(Generic[M, R]):
         """
         if self._bounded and self._count >= WAITING_MAX:
             raise Overloaded(OVERLOAD_RETRY_AFTER)
-        waiting: _Waiting[M, R] = _Waiting(member, self._key_of(member))
-        self._put(waiting)
+        waiting: _Waiting[M, R] = _Waiting(member)
+        self._waiting.setdefault(self._tenant_of(member), deque()).append(waiting)
+        self._count += 1
         self._begin_soon()
         return await waiting.result
-
-    def _put(self, waiting: _Waiting[M, R]) -> None:
-        self._waiting.setdefault(waiting.key.tenant, deque()).append(waiting)
-        self._count += 1
 
     def _begin_soon(self) -> None:
         """Begin a set when everything that is ready to run now has had its chance to join it."""
@@ -107,24 +101,15 @@ class Sets(Generic[M, R]):
 
     def _take(self) -> list[_Waiting[M, R]]:
         taken: list[_Waiting[M, R]] = []
-        keys: set[Key] = set()
-        later: list[_Waiting[M, R]] = []
         while self._waiting and len(taken) < SIZE_MAX:
             tenant, queue = self._waiting.popitem(last=False)
             waiting = queue.popleft()
             self._count -= 1
             if queue:
                 self._waiting[tenant] = queue
-            if waiting.result.done():
-                # Its caller left.
-                continue
-            if self._distinct and waiting.key in keys:
-                later.append(waiting)
-                continue
-            keys.add(waiting.key)
-            taken.append(waiting)
-        for waiting in later:
-            self._put(waiting)
+            # Where its caller left there is nobody to tell.
+            if not waiting.result.done():
+                taken.append(waiting)
         return taken
 
     async def _send(self, set_: _Set[M, R]) -> None:
@@ -161,10 +146,9 @@ class LedgerSets:
     """The ledger's operations on the way of a call, one member each; see Ledger for what they do and raise."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._reserve: Sets[Reservation, Attempt | Record] = Sets(ledger.reserve, lambda r: r.key, bounded=True)
-        self._read: Sets[Key, Record | None] = Sets(ledger.read, lambda key: key, bounded=True)
-        # Two attempts at one key may end at the same moment, one of them too late.
-        self._complete: Sets[Completion, Record | None] = Sets(ledger.complete, lambda c: c.key, distinct=True)
+        self._reserve: Sets[Reservation, Attempt | Record] = Sets(ledger.reserve, lambda r: r.key.tenant, bounded=True)
+        self._read: Sets[Key, Record | None] = Sets(ledger.read, lambda key: key.tenant, bounded=True)
+        self._complete: Sets[Completion, Record | None] = Sets(ledger.complete, lambda c: c.key.tenant)
 
     async def reserve(self, reservation: Reservation) -> Attempt | Record:
         """Reserve a key, or read what is recorded under it."""

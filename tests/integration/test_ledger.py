@@ -147,6 +147,20 @@ async def test_completion_with_a_stale_attempt_changes_nothing(ledger: Ledger, d
     assert len(await Outbox(database).pending(1)) == 0
 
 
+async def test_two_ends_of_one_key_in_one_set_are_one_end(ledger: Ledger, database: Database) -> None:
+    """Of an attempt that comes late and the one that took over, in one set, one ends the key and tells its events."""
+    (first,) = await ledger.reserve([reservation(lease=timedelta(0))])
+    (second,) = await ledger.take_over([first.record], [timedelta(seconds=30)])
+    other = Key("acme", "credit.approve-loan", "another-key-0123456")
+    await ledger.reserve([reservation(other, decision_id=uuid.uuid4())])
+    late, told = completion(events=[event()]), event()
+    own = completion(attempt=second.record.attempt, response=b"own", events=[told])
+    nobody, done, stale = await ledger.complete([late, own, completion(other)])
+    assert (None, None) == (nobody, stale)
+    assert (State.SUCCEEDED, b"own", 2) == (done.state, done.response, done.attempt)
+    assert [told.id] == [waiting.id for waiting in await Outbox(database).waiting([KEY.bucket], 10)]
+
+
 async def take_over_when_abandoned(ledger: Ledger) -> list[Attempt | None]:
     async with asyncio.timeout(5):
         while True:
