@@ -1,12 +1,15 @@
 """What tests of a whole service share: catalogs made in place, real service processes, and calls."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,9 @@ from sqlalchemy.engine import URL
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce.v1.decision_service_pb2_grpc import DecisionServiceStub
 from decideonce_server.database import Database
+from decideonce_server.embedded import EmbeddedPostgres
 from decideonce_server.ledger_tokens import TokenStore
+from decideonce_server.migrate import migrate
 
 ALL_ROLES = ("decide", "read", "admin")
 READY_WITHIN_S = 30.0
@@ -287,6 +292,22 @@ class ServiceProcess:
         if self.process.stdout is not None:
             self.process.stdout.close()
         assert [] == spoken_in_log(self.log)
+
+
+@contextmanager
+def own_database(purpose: str) -> Iterator[tuple[Path, URL]]:
+    """Give a program a folder, and a database with the schema on a PostgreSQL of its own."""
+    with tempfile.TemporaryDirectory(prefix=f"decideonce-{purpose}-") as temporary:
+        directory = Path(temporary)
+        # The server runs as a user of its own where this runs as root.
+        directory.chmod(0o755)
+        postgres = EmbeddedPostgres(directory / "data")
+        try:
+            url = asyncio.run(postgres.create_database())
+            asyncio.run(migrate(url))
+            yield directory, url
+        finally:
+            postgres.stop()
 
 
 def url_text(url: URL) -> str:

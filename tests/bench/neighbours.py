@@ -9,19 +9,15 @@ import argparse
 import asyncio
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TextIO
 
 import grpc
 
 from decideonce.v1 import decision_service_pb2 as wire
-from decideonce_server.embedded import EmbeddedPostgres
-from decideonce_server.migrate import migrate
 from harness import (
     Caller,
     ServiceProcess,
@@ -29,6 +25,7 @@ from harness import (
     expression_policy,
     make_token,
     new_key,
+    own_database,
     table_policy,
     url_text,
     write_catalog,
@@ -146,18 +143,8 @@ def report(measured: Measured, out: TextIO) -> None:
 def run(rounds: int, turn_s: float, out: TextIO) -> Measured:
     """Start a service of its own, measure, and report."""
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decideonce-bench-")))
-        # The server runs as a user of its own where this runs as root.
-        directory.chmod(0o755)
-        postgres = EmbeddedPostgres(directory / "data")
-        stack.callback(postgres.stop)
-
-        async def prepare() -> tuple:
-            url = await postgres.create_database()
-            await migrate(url)
-            return url, (await make_token(url, "small"), await make_token(url, "large"))
-
-        url, tokens = asyncio.run(prepare())
+        directory, url = stack.enter_context(own_database("bench"))
+        tokens = asyncio.run(make_token(url, "small")), asyncio.run(make_token(url, "large"))
         catalog = write_catalog(directory / "catalog", OPERATIONS, POLICIES)
         service = ServiceProcess(
             directory / "service.log",

@@ -10,7 +10,6 @@ import asyncio
 import os
 import secrets
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,9 +31,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import connect
 from decideonce.v1 import catalog_pb2
 from decideonce.v1 import decision_service_pb2 as wire
-from decideonce_server.embedded import EmbeddedPostgres
-from decideonce_server.migrate import migrate
-from harness import ANY_FACTS, ServiceProcess, call_error, make_token, table_policy, url_text, write_catalog
+from harness import (
+    ANY_FACTS,
+    ServiceProcess,
+    call_error,
+    make_token,
+    own_database,
+    table_policy,
+    url_text,
+    write_catalog,
+)
 
 DECISIONS, CATALOG = "/decideonce.v1.DecisionService/", "/decideonce.v1.CatalogService/"
 METHODS = (
@@ -398,18 +404,8 @@ def main() -> None:
     given_ = parser.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "policies")
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decideonce-fuzz-")))
-        # The server runs as a user of its own where this runs as root.
-        directory.chmod(0o755)
-        postgres = EmbeddedPostgres(directory / "data")
-        stack.callback(postgres.stop)
-
-        async def prepare() -> Any:
-            url = await postgres.create_database()
-            await migrate(url)
-            return url, await make_token(url, "acme")
-
-        url, token = asyncio.run(prepare())
+        directory, url = stack.enter_context(own_database("fuzz"))
+        token = asyncio.run(make_token(url, "acme"))
         catalog = write_catalog(directory / "catalog", OPERATIONS, POLICIES)
         service = ServiceProcess(
             directory / "service.log",
