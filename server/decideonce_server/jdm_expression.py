@@ -37,6 +37,8 @@ FUNCTIONS = DATE_FUNCTIONS.union(
     ).split()
 )
 DIGITS_MAX = 28
+# zen reads an expression recursively: 20,000 lists in one another overflow its stack.
+LENGTH_MAX = 16_384
 
 _WHY_REFUSED = {
     "d": "must not call d(), which reads the clock or the host's time zone; use date() with a text",
@@ -129,6 +131,9 @@ def faults(text: str, *, unary: bool, in_rule: bool) -> Iterator[str]:
     `in_rule` is an expression whose error zen takes for "no match": it can't use `$nodes` or `$root`, because it has to
     give the same result when it is evaluated again to find that error.
     """
+    if len(text) > LENGTH_MAX:
+        yield f"must have {LENGTH_MAX} characters at most"
+        return
     try:
         expression = compiled(text, unary=unary)
     except RuntimeError as error:

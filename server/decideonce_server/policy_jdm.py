@@ -79,6 +79,9 @@ def _shape_violations(policy_id: str, text: str) -> Iterator[Violation]:
     except ValueError as error:
         yield Violation(where, f"must be JSON: {error}")
         return
+    except RecursionError:
+        yield Violation(where, "must not be nested so deeply")
+        return
     nodes = document.get("nodes") if isinstance(document, dict) else None
     if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes) or "blocks" in document:
         yield Violation(where, "must be a JDM document with nodes and edges")

@@ -354,6 +354,21 @@ def test_column_with_values_of_two_types_is_refused() -> None:
     assert ("policies/p/Table/column X", True) == (field, "one type" in rule)
 
 
+@pytest.mark.parametrize("text", ["[" * 50_000 + "]" * 50_000, "(" * 16_385])
+def test_expression_that_zen_may_not_survive_is_refused(text: str) -> None:
+    """Deep enough, an expression takes the process down with it: none may be so long."""
+    assert [("policies/p/Sum/outcome", "must have 16384 characters at most")] == faults(
+        chain(expression(("outcome", text)))
+    )
+
+
+@pytest.mark.parametrize("text", ["[" * 8_192 + "]" * 8_192, "(" * 8_191 + "01" + ")" * 8_191])
+def test_longest_expressions_are_survived(text: str) -> None:
+    """What is as long and as deep as it may be is compiled and evaluated."""
+    policy_jdm.Engine().prepare(policy_jdm.bundle("p", {"p": chain(expression(("outcome", text)))}))
+    assert [] == faults(chain(expression(("outcome", text))))
+
+
 @pytest.mark.parametrize("literal", ["9007199254740992", "1e16", "0.00000000000000000000000000001", "1e-30", "1e40"])
 def test_number_that_zen_cannot_hold_is_refused(literal: str) -> None:
     """Literals past 2^53-1 or with more than 28 decimal places are refused."""
@@ -427,6 +442,7 @@ def test_schema_in_a_node_is_refused() -> None:
         '{"nodes": [1], "edges": []}',
         '{"blocks": []}',
         '{"nodes": [{"type": "inputNode"}], "edges": []}',
+        "[" * 100_000,
     ],
 )
 def test_text_that_is_no_graph_is_refused(text: str) -> None:
