@@ -47,6 +47,7 @@ class Load:
         self._over = asyncio.Event()
         self.acknowledged: dict[str, tuple[bytes, bytes]] = {}
         self.errors: list[CallError] = []
+        self.unfinished = 0
         self._news = asyncio.Event()
 
     async def run(self) -> None:
@@ -75,6 +76,8 @@ class Load:
                 self.acknowledged[key] = recorded(answer)
                 self._news.set()
                 return
+            self.unfinished += 1
+            self._news.set()
 
     def end(self) -> None:
         """Have each caller end with the key that it is at."""
@@ -90,6 +93,11 @@ class Load:
         """Wait for so many more errors."""
         wanted = len(self.errors) + count
         await self._until(lambda: len(self.errors) >= wanted, 20.0)
+
+    async def until_held_up(self, count: int) -> None:
+        """Wait for so many more answers that are no decision: errors, or that it is being made."""
+        wanted = len(self.errors) + self.unfinished + count
+        await self._until(lambda: len(self.errors) + self.unfinished >= wanted, 20.0)
 
     async def _until(self, is_so: Callable[[], bool], within: float) -> None:
         async with asyncio.timeout(within):
@@ -280,7 +288,8 @@ async def test_disk_full(directory, serve, connect_caller, wal_segment) -> None:
             async with load(caller) as calls:
                 ballast = disk / "ballast"
                 fill(ballast)
-                await calls.until_refused(3 * CALLERS)
+                # Where there is still room for reservations, callers are told that their decisions are being made.
+                await calls.until_held_up(CALLERS)
                 ballast.unlink()
                 if not cluster.is_running:
                     await asyncio.to_thread(cluster.start)
