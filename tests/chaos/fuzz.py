@@ -265,11 +265,12 @@ def use_of(service: ServiceProcess) -> Use:
     """Measure a service: bytes (what processes share counted once), open files, and processes."""
     tree = [psutil.Process(service.process.pid)]
     tree += tree[0].children(recursive=True)
-    return Use(
-        sum(process.memory_full_info().pss for process in tree),
-        sum(process.num_fds() for process in tree),
-        len(tree),
-    )
+    largest: Counter[tuple[str, ...]] = Counter()
+    for process in tree:
+        # `-m decideonce_server worker`, `-P -m decideonce_server.evaluator_process`
+        kind = tuple(process.cmdline()[1:4])
+        largest[kind] = max(largest[kind], process.memory_full_info().pss)
+    return Use(largest.total(), sum(process.num_fds() for process in tree), len(tree))
 
 
 class Fuzzing:
