@@ -25,6 +25,7 @@ from decideonce_server.database import Database
 from decideonce_server.embedded import EmbeddedPostgres
 from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.migrate import migrate
+from decideonce_server.policy import Evaluate, Evaluation, Input, PolicyError
 
 ALL_ROLES = ("decide", "read", "admin")
 READY_WITHIN_S = 30.0
@@ -33,6 +34,14 @@ READY_WITHIN_S = 30.0
 DISTINCT_CHARACTERS = 12
 
 ANY_FACTS: dict[str, Any] = {"type": "object"}
+
+
+def evaluate_one(evaluate: Evaluate, facts: dict[str, Any], decision: dict[str, Any]) -> Evaluation:
+    """Evaluate one input with a policy made ready, and raise its error."""
+    (result,) = evaluate([Input(facts, decision)])
+    if isinstance(result, PolicyError):
+        raise result
+    return result
 
 
 def table_policy(*outcomes: str, outputs: Mapping[str, str] | None = None) -> str:

@@ -1,7 +1,10 @@
-"""Evaluations in processes of their own, one at a time in each, that can be killed.
+"""Evaluations in processes of their own, that can be killed.
 
 A policy that hangs, burns the CPU or crashes takes down its own evaluation and nothing else. Evaluators start on
 demand; one that didn't answer in full is killed and never used again, so no answer can reach another call.
+
+Calls whose policy is known to be quick share a question to an evaluator, most of whose cost is the question's. A set
+that isn't answered soon is asked again, each call by itself: so none pays for its neighbours.
 """
 
 import asyncio
@@ -20,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from cachetools import LRUCache
 
 from decideonce_server import measures
 from decideonce_server.evaluator_process import CARRIED_ERRORS, LENGTH, ORDER, ORDER_ANSWER, ORDER_FORK, message
-from decideonce_server.policy import Effect, Evaluation, PolicyCrashed, PolicyTimeout, PolicyVersion
+from decideonce_server.policy import Effect, Evaluation, Input, PolicyCrashed, PolicyError, PolicyTimeout, PolicyVersion
 from decideonce_server.values import Json
 
 # Preparing happens once per version and evaluator, and may import a policy's libraries, which takes seconds on a cold,
@@ -39,6 +43,14 @@ PREPARED_MAX = 64
 # An evaluation that takes this long goes on on half of the cores: those that run away leave the other half to calls, to
 # Postgres beside them, and to short evaluations. Giving way by priority alone costs each step of a call a time slice.
 LONG_S = 0.02
+
+# Calls go together that take so much CPU time at most, in s: it is what the first of them waits for the last.
+TOGETHER_S = 0.01
+SIZE_MAX = 32
+# What is left of a slow evaluation after the next: a policy that is slow on some facts goes on alone for a while.
+FORGETTING = 0.9
+# A set that takes this long has a member that isn't quick, or the machine is held up.
+SET_SECONDS_MAX = 0.1
 
 log = structlog.get_logger()
 
@@ -62,7 +74,12 @@ class Evaluators:
         self._starting = 0
         self._busy: Counter[str] = Counter()
         # By policy, in turn: the first policy is the next to be served.
-        self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Call]] = OrderedDict()
+        self._is_scheduled = False
+        # By policy, the set of several that is under way, until it takes long.
+        self._quick: dict[str, _Set] = {}
+        # By digest, the CPU time in s of its slow evaluations, as far as they aren't forgotten.
+        self._cpu_s: LRUCache[str, float] = LRUCache(PREPARED_MAX)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._trimming: asyncio.Task[None] | None = None
         self._closed = False
@@ -100,29 +117,122 @@ class Evaluators:
             PolicyCrashed: its evaluator died, or none could be started.
             PolicyFailed, InvalidResult, RetryLater: as Evaluate and Engine say.
         """
-        with measures.phase("queue"):
-            evaluator = await self._acquire(policy)
-        try:
-            with measures.phase("evaluate"):
-                return await evaluator.evaluate(policy, facts, decision, time_budget.total_seconds())
-        except PolicyCrashed:
-            exit_code = await asyncio.shield(self._end(evaluator))
-            raise PolicyCrashed(f"the evaluator ended with exit code {exit_code}") from None
-        finally:
-            self._release(policy.policy_id, evaluator)
-
-    async def _acquire(self, policy: PolicyVersion) -> "_Evaluator":
         if self._closed:
             raise PolicyCrashed("the evaluators are closed")
-        waiter = _Waiter(policy.digest)
-        self._waiting.setdefault(policy.policy_id, deque()).append(waiter)
-        self._dispatch()
+        call = _Call(policy, Input(facts, decision), time_budget.total_seconds())
+        self._waiting.setdefault(policy.policy_id, deque()).append(call)
+        self._dispatch_soon()
         try:
-            return await waiter.evaluator
-        except asyncio.CancelledError:
-            if not waiter.evaluator.cancelled() and waiter.evaluator.exception() is None:
-                self._release(policy.policy_id, waiter.evaluator.result())
-            raise
+            with measures.phase("queue"):
+                await call.begun
+            with measures.phase("evaluate"):
+                return await call.result
+        finally:
+            call.leave()
+
+    def _dispatch_soon(self) -> None:
+        """Dispatch when everything that is ready to run now has had its chance to go together."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Hand idle evaluators to those who wait, and start as many as are missing."""
+        self._is_scheduled = False
+        for evaluator in [evaluator for evaluator in self._idle if evaluator.is_gone]:
+            self._end(evaluator)
+        while self._idle and (policy_id := self._next_policy()) is not None:
+            calls = self._take(policy_id)
+            if calls:
+                self._ask(calls)
+        self._grow()
+
+    def _ask(self, calls: "list[_Call]") -> None:
+        policy = calls[0].policy
+        prepared = (evaluator for evaluator in reversed(self._idle) if policy.digest in evaluator.prepared)
+        evaluator = next(prepared, self._idle[-1])
+        self._idle.remove(evaluator)
+        self._busy[policy.policy_id] += 1
+        set_ = _Set(policy, calls)
+        if self._size(calls[0]) > 1:
+            self._quick[policy.policy_id] = set_
+        set_.asking = self._run(self._evaluate(evaluator, set_))
+
+    def _next_policy(self) -> str | None:
+        return next((policy_id for policy_id, calls in self._waiting.items() if self._room(policy_id, calls)), None)
+
+    def _room(self, policy_id: str, calls: "deque[_Call]") -> int:
+        """Tell how many evaluators a policy may have more; those whose calls go together wait for one another."""
+        free = self._share - self._busy[policy_id]
+        if self._size(calls[0]) == 1:
+            return free
+        return 0 if policy_id in self._quick else min(1, free)
+
+    def _size(self, call: "_Call") -> int:
+        """Tell how many calls go together from this one on: as many as are known to be quick."""
+        if call.is_alone or call.policy.engine != "jdm":
+            return 1
+        cpu_s = self._cpu_s.get(call.policy.digest, TOGETHER_S)
+        return min(SIZE_MAX, max(1, int(TOGETHER_S / cpu_s)))
+
+    def _take(self, policy_id: str) -> "list[_Call]":
+        """Take the calls that go together off a policy's queue; none where they have left."""
+        waiting = self._waiting[policy_id]
+        first = waiting[0]
+        size = self._size(first)
+        taken: list[_Call] = []
+        while waiting and len(taken) < size and waiting[0].policy.digest == first.policy.digest:
+            if len(taken) > 0 and waiting[0].is_alone:
+                break
+            call = waiting.popleft()
+            if not call.result.done():
+                taken.append(call)
+        self._waiting.move_to_end(policy_id)
+        if not waiting:
+            del self._waiting[policy_id]
+        return taken
+
+    async def _evaluate(self, evaluator: "_Evaluator", set_: "_Set") -> None:
+        patience = asyncio.get_running_loop().call_later(LONG_S, self._lose_patience, set_)
+        try:
+            # Not before: a task that is cancelled before it runs would never give its evaluator back.
+            for call in set_.calls:
+                call.begin(set_)
+            await self._settle(evaluator, set_)
+        finally:
+            patience.cancel()
+            self._lose_patience(set_)
+            self._release(set_.policy.policy_id, evaluator)
+
+    async def _settle(self, evaluator: "_Evaluator", set_: "_Set") -> None:
+        is_prepared = False
+        try:
+            await evaluator.prepare(set_.policy)
+            is_prepared = True
+            results, cpu_s = await evaluator.evaluate(set_.policy, set_.inputs, set_.seconds_max)
+        except PolicyError as error:
+            if isinstance(error, PolicyCrashed):
+                exit_code = await asyncio.shield(self._end(evaluator))
+                error = PolicyCrashed(f"the evaluator ended with exit code {exit_code}")
+            if is_prepared and len(set_.calls) > 1 and not self._closed:
+                self._separate(set_)
+            else:
+                set_.settle([error] * len(set_.calls))
+        else:
+            slowest_s = self._cpu_s.get(set_.policy.digest, 0.0) * FORGETTING
+            self._cpu_s[set_.policy.digest] = max(cpu_s / len(results), slowest_s)
+            set_.settle(results)
+
+    def _separate(self, set_: "_Set") -> None:
+        for call in set_.calls:
+            call.is_alone = True
+        self._waiting.setdefault(set_.policy.policy_id, deque()).extendleft(reversed(set_.calls))
+
+    def _lose_patience(self, set_: "_Set") -> None:
+        """Have those that wait for a set go on without it."""
+        if self._quick.get(set_.policy.policy_id) is set_:
+            del self._quick[set_.policy.policy_id]
+            self._dispatch_soon()
 
     def _release(self, policy_id: str, evaluator: "_Evaluator") -> None:
         self._busy -= Counter({policy_id: 1})
@@ -133,36 +243,10 @@ class Evaluators:
             self._end(evaluator)
         self._dispatch()
 
-    def _dispatch(self) -> None:
-        """Hand idle evaluators to those who wait, and start as many as are missing."""
-        for evaluator in [evaluator for evaluator in self._idle if evaluator.is_gone]:
-            self._end(evaluator)
-        while self._idle and (policy_id := self._next_policy()) is not None:
-            waiter = self._pop_waiter(policy_id)
-            if waiter.evaluator.done():
-                continue
-            prepared = (evaluator for evaluator in reversed(self._idle) if waiter.digest in evaluator.prepared)
-            evaluator = next(prepared, self._idle[-1])
-            self._idle.remove(evaluator)
-            self._busy[policy_id] += 1
-            waiter.evaluator.set_result(evaluator)
-        self._grow()
-
-    def _next_policy(self) -> str | None:
-        return next((policy_id for policy_id in self._waiting if self._busy[policy_id] < self._share), None)
-
-    def _pop_waiter(self, policy_id: str) -> "_Waiter":
-        waiters = self._waiting[policy_id]
-        waiter = waiters.popleft()
-        self._waiting.move_to_end(policy_id)
-        if not waiters:
-            del self._waiting[policy_id]
-        return waiter
-
     def _grow(self) -> None:
         if self._closed:
             return
-        servable = sum(min(len(waiters), self._share - self._busy[id_]) for id_, waiters in self._waiting.items())
+        servable = sum(min(len(calls), self._room(policy_id, calls)) for policy_id, calls in self._waiting.items())
         size_wanted = min(self._size_max, self._busy.total() + servable + self._warm)
         for _ in range(size_wanted - self._busy.total() - len(self._idle) - self._starting):
             self._run(self._start_on_demand())
@@ -195,9 +279,8 @@ class Evaluators:
         return start()
 
     def _fail_next(self, text: str) -> None:
-        waiter = self._pop_waiter(next(iter(self._waiting)))
-        if not waiter.evaluator.done():
-            waiter.evaluator.set_exception(PolicyCrashed(text))
+        for call in self._take(next(iter(self._waiting))):
+            call.fail(PolicyCrashed(text))
 
     def _end(self, evaluator: "_Evaluator") -> asyncio.Task[int | None]:
         """Kill an evaluator; the task gives its exit code when it is gone."""
@@ -225,12 +308,70 @@ class Evaluators:
                     self._end(evaluator)
 
 
-class _Waiter:
-    """A call that waits for an evaluator, if possible for one that has this version prepared."""
+class _Call:
+    """A call that waits for its evaluation."""
 
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
-        self.evaluator: asyncio.Future[_Evaluator] = asyncio.get_running_loop().create_future()
+    def __init__(self, policy: PolicyVersion, one: Input, seconds_max: float) -> None:
+        self.policy = policy
+        self.input = one
+        self.seconds_max = seconds_max
+        # It was in a set that was not answered.
+        self.is_alone = False
+        loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.result: asyncio.Future[Evaluation] = loop.create_future()
+        self._set: _Set | None = None
+
+    def begin(self, set_: "_Set") -> None:
+        self._set = set_
+        if not self.begun.done():
+            self.begun.set_result(None)
+
+    def settle(self, result: Evaluation | PolicyError) -> None:
+        if self.result.done():
+            return
+        if isinstance(result, Evaluation):
+            self.result.set_result(result)
+        else:
+            self.result.set_exception(result)
+
+    def fail(self, error: PolicyError) -> None:
+        """Fail before an evaluator was asked."""
+        self.settle(error)
+        if not self.begun.done():
+            self.begun.set_result(None)
+
+    def leave(self) -> None:
+        """Tell that nobody waits any more; a set that nobody waits for is given up, with its evaluator."""
+        self.result.cancel()
+        if self._set is not None:
+            self._set.give_up_if_left()
+
+
+class _Set:
+    """Calls of one policy version that one evaluator is asked together."""
+
+    def __init__(self, policy: PolicyVersion, calls: list[_Call]) -> None:
+        self.policy = policy
+        self.calls = calls
+        self.asking: asyncio.Task[None] | None = None
+
+    @property
+    def inputs(self) -> list[Input]:
+        return [call.input for call in self.calls]
+
+    @property
+    def seconds_max(self) -> float:
+        budget = min(call.seconds_max for call in self.calls)
+        return budget if len(self.calls) == 1 else min(budget, SET_SECONDS_MAX)
+
+    def settle(self, results: Sequence[Evaluation | PolicyError]) -> None:
+        for call, result in zip(self.calls, results, strict=True):
+            call.settle(result)
+
+    def give_up_if_left(self) -> None:
+        if self.asking is not None and all(call.result.cancelled() for call in self.calls):
+            self.asking.cancel()
 
 
 class _Evaluator:
@@ -268,16 +409,11 @@ class _Evaluator:
         """Tell whether it ended while nothing was asked of it."""
         return self._reader.at_eof() or self._reader.exception() is not None
 
-    async def evaluate(
-        self, policy: PolicyVersion, facts: dict[str, Json], decision: dict[str, Json], seconds_max: float
-    ) -> Evaluation:
-        if policy.digest not in self.prepared:
-            await self._prepare(policy)
-        self.prepared.move_to_end(policy.digest)
-        answer = await self._ask({"digest": policy.digest, "facts": facts, "decision": decision}, seconds_max)
-        return _evaluation(answer["evaluation"])
-
-    async def _prepare(self, policy: PolicyVersion) -> None:
+    async def prepare(self, policy: PolicyVersion) -> None:
+        """Have a version ready."""
+        if policy.digest in self.prepared:
+            self.prepared.move_to_end(policy.digest)
+            return
         instead_of = self.prepared.popitem(last=False)[0] if len(self.prepared) >= PREPARED_MAX else None
         request = {
             "digest": policy.digest,
@@ -285,8 +421,19 @@ class _Evaluator:
             "content": policy.content,
             "instead_of": instead_of,
         }
-        await self._ask(request, PREPARE_SECONDS_MAX)
+        (answer,) = (await self._ask(request, PREPARE_SECONDS_MAX))["answers"]
+        if "error" in answer:
+            raise _error(answer)
         self.prepared[policy.digest] = None
+
+    async def evaluate(
+        self, policy: PolicyVersion, inputs: Sequence[Input], seconds_max: float
+    ) -> tuple[list[Evaluation | PolicyError], float]:
+        """Give what came of each input, and the CPU time of all, in s."""
+        pairs = [[one.facts, one.decision] for one in inputs]
+        said = await self._ask({"digest": policy.digest, "inputs": pairs}, seconds_max)
+        results = [_error(answer) if "error" in answer else _evaluation(answer) for answer in said["answers"]]
+        return results, said["cpu_s"]
 
     async def _ask(self, request: dict[str, Any], seconds_max: float) -> dict[str, Any]:
         request_message = message({**request, "seconds_max": seconds_max})
@@ -310,8 +457,6 @@ class _Evaluator:
         # One that didn't answer is never used again, and its pid may soon be another's.
         self._set_cores(CORES)
         self.is_clean = True
-        if "error" in answer:
-            raise CARRIED_ERRORS[answer["error"]](answer["text"])
         return answer
 
     def _confine(self) -> None:
@@ -339,7 +484,13 @@ class _Evaluator:
         return await self._fork_server.reap(self._pid)
 
 
-def _evaluation(content: dict[str, Any]) -> Evaluation:
+def _error(answer: dict[str, Any]) -> PolicyError:
+    error: PolicyError = CARRIED_ERRORS[answer["error"]](answer["text"])
+    return error
+
+
+def _evaluation(answer: dict[str, Any]) -> Evaluation:
+    content = answer["evaluation"]
     return Evaluation(
         outcome=content["outcome"],
         engine=content["engine"],

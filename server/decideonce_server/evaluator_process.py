@@ -17,13 +17,24 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, BinaryIO, Final, NoReturn
 
 from decideonce_server import policy_jdm, policy_python
-from decideonce_server.policy import Engine, EngineName, Evaluate, InvalidResult, PolicyFailed, RetryLater
+from decideonce_server.policy import (
+    Engine,
+    EngineName,
+    Evaluate,
+    Evaluation,
+    Input,
+    InvalidResult,
+    PolicyError,
+    PolicyFailed,
+    RetryLater,
+)
 
 # An order to it: fork (0, with a socket's descriptor) or reap this pid. Its answer: errno, pid or exit code.
 ORDER: Final = struct.Struct("<q")
@@ -50,8 +61,15 @@ _ENGINES: Final[dict[EngineName, Engine]] = {"jdm": policy_jdm.Engine(), "python
 
 def message(content: dict[str, Any]) -> bytes:
     """Write a message as it goes over a socket."""
-    text = json.dumps(content, separators=(",", ":")).encode()
-    return LENGTH.pack(len(text)) + text
+    return _framed(_json(content))
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _framed(text: str) -> bytes:
+    return LENGTH.pack(len(text)) + text.encode("ascii")
 
 
 def run_fork_server(orders: socket.socket) -> None:
@@ -136,19 +154,32 @@ def _end_after(seconds: float) -> Iterator[None]:
 
 
 def _answer(request: dict[str, Any], prepared: dict[str, Evaluate]) -> bytes:
-    try:
-        if "content" in request:
-            prepared.pop(request["instead_of"], None)
+    """Answer a request to prepare a version, or to evaluate inputs with one: each by itself, and the CPU time in s."""
+    began = time.process_time()
+    if "content" in request:
+        prepared.pop(request["instead_of"], None)
+        try:
             prepared[request["digest"]] = _ENGINES[request["engine"]].prepare(request["content"])
-            return message({})
-        evaluation = prepared[request["digest"]](request["facts"], request["decision"])
-        answer = message({"evaluation": asdict(evaluation)})
-        if len(answer) > RESULT_BYTES_MAX:
-            raise InvalidResult(f"the result must not exceed {RESULT_BYTES_MAX} bytes as JSON")
-    except tuple(CARRIED_ERRORS.values()) as fault:
-        name = next(name for name, error in CARRIED_ERRORS.items() if isinstance(fault, error))
-        return message({"error": name, "text": str(fault)[:ERROR_TEXT_LENGTH_MAX]})
-    return answer
+        except PolicyFailed as error:
+            return message({"answers": [_error(error)]})
+        return message({"answers": [{}]})
+    inputs = [Input(facts, decision) for facts, decision in request["inputs"]]
+    texts = [_text_of(result) for result in prepared[request["digest"]](inputs)]
+    return _framed(f'{{"answers":[{",".join(texts)}],"cpu_s":{time.process_time() - began}}}')
+
+
+def _text_of(result: Evaluation | PolicyError) -> str:
+    if isinstance(result, Evaluation):
+        text = _json({"evaluation": asdict(result)})
+        if len(text) <= RESULT_BYTES_MAX:
+            return text
+        result = InvalidResult(f"the result must not exceed {RESULT_BYTES_MAX} bytes as JSON")
+    return _json(_error(result))
+
+
+def _error(error: PolicyError) -> dict[str, str]:
+    name = next(name for name, carried in CARRIED_ERRORS.items() if isinstance(error, carried))
+    return {"error": name, "text": str(error)[:ERROR_TEXT_LENGTH_MAX]}
 
 
 def main() -> None:

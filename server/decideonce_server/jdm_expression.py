@@ -59,6 +59,24 @@ _CODE = re.compile(
     r"|(?P<mark>.)",
     re.DOTALL,
 )
+_NUMBER = r"-?[0-9][0-9_]*(?:\.[0-9_]+)?"
+_TEXT = r"(?:'[^']*'|\"[^\"]*\")"
+
+
+def _list_of(literal: str) -> str:
+    return rf"{literal}(?: *, *{literal})*"
+
+
+# Cells that compare with literals of one kind, in every form for which zen has no error on a value of that kind.
+_PLAIN_CELLS = {
+    "number": re.compile(
+        rf" *(?:(?:[<>]=?|[=!]=)? *{_NUMBER}|{_list_of(_NUMBER)}|(?:not +)?in *\[ *{_list_of(_NUMBER)} *\]"
+        rf"|[\[(] *{_NUMBER} *\.\. *{_NUMBER} *[\])]) *"
+    ),
+    "text": re.compile(rf" *(?:[=!]= *{_TEXT}|{_list_of(_TEXT)}|(?:not +)?in *\[ *{_list_of(_TEXT)} *\]) *"),
+    "boolean": re.compile(r" *(?:[=!]= *)?(?:true|false) *"),
+}
+_LITERAL = re.compile(rf" *(?:{_NUMBER}|{_TEXT}|true|false|null|\[ *{_list_of(_TEXT)} *\]) *")
 _TEMPLATE = re.compile(r"(?P<text>(?:[^`$]|\$(?!\{))+)|(?P<mark>`|\$\{)")
 
 
@@ -206,6 +224,16 @@ def literal_kinds(words: list[Token]) -> set[str] | None:
         elif token.text == "`" or (token.kind == "word" and token.text not in {*_OPERATOR_WORDS, "null"}):
             return None
     return kinds
+
+
+def plain_kind(cell: str) -> str | None:
+    """Give the kind of values ("number", "text" or "boolean") that a table's cell can't fail on; None where it may."""
+    return next((kind for kind, pattern in _PLAIN_CELLS.items() if pattern.fullmatch(cell)), None)
+
+
+def is_literal(text: str) -> bool:
+    """Tell whether an expression is a literal, or a list of texts, which can't fail."""
+    return _LITERAL.fullmatch(text) is not None
 
 
 def reads_only_its_column(words: list[Token]) -> bool:

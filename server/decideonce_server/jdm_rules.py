@@ -8,11 +8,18 @@ zen's trace shows, in the same order and as far as zen went; the first error fai
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import zen
 
-from decideonce_server.jdm_expression import compiled, reads_only_its_column, tokens, zen_reason
+from decideonce_server.jdm_expression import (
+    compiled,
+    is_literal,
+    plain_kind,
+    reads_only_its_column,
+    tokens,
+    zen_reason,
+)
 from decideonce_server.policy import PolicyFailed
 
 
@@ -66,12 +73,22 @@ class _Cell:
     needs_scope: bool
 
 
+# The cells of a row that can't fail on values of these kinds, by column.
+_PlainRow: TypeAlias = tuple[tuple[str, str], ...]
+_KINDS: Mapping[type, str] = {int: "number", float: "number", str: "text", bool: "boolean"}
+
+
 class _Table:
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
         self._name = name
         self._is_first = content["hitPolicy"] == "first"
         self._input_field = _optional(content.get("inputField"))
         fields = {column["id"]: _optional(column.get("field")) for column in content["inputs"]}
+        self._columns = [column["id"] for column in content["inputs"] if fields[column["id"]] is not None]
+        texts = [column["field"] for column in content["inputs"] if fields[column["id"]] is not None]
+        # All columns at once: each evaluation has its cost, whatever is evaluated.
+        self._all_fields = compiled(f"[{', '.join(f'({text})' for text in texts)}]", unary=False)
+        self._plain_rows = [_plain_row(rule, content, fields) for rule in content["rules"]]
         self._labels = [rule_label(rule, i) for i, rule in enumerate(content["rules"])]
         self._rows = [
             [
@@ -92,11 +109,21 @@ class _Table:
             scope = _evaluated(self._input_field, scope, f"{self._name}/inputField")
         if not isinstance(scope, dict):
             raise PolicyFailed(f"{self._name}: the input of a table must be an object")
-        values: dict[str, Any] = {}
+        values = self._column_values(scope)
+        kinds = {column: _KINDS.get(type(value)) for column, value in values.items()}
         for index in range(indices[0] if self._is_first and indices else len(self._rows)):
-            if index not in indices:
+            plain = self._plain_rows[index]
+            can_fail = plain is None or any(kinds.get(column) != kind for column, kind in plain)
+            if can_fail and index not in indices:
                 self._prove(index, scope, values)
         return [f"{self._name}/{self._labels[index]}" for index in indices]
+
+    def _column_values(self, scope: Any) -> dict[str, Any]:
+        """Give the columns' values, none where one can't be evaluated: it may be one that zen didn't reach."""
+        try:
+            return dict(zip(self._columns, self._all_fields.evaluate(scope), strict=True))
+        except RuntimeError:
+            return {}
 
     def _prove(self, index: int, scope: Any, values: dict[str, Any]) -> None:
         """Evaluate a row that zen didn't take; `values` keeps the columns' values, which all rows share."""
@@ -113,6 +140,22 @@ class _Table:
                 return
         for output in self._outputs[index]:
             _evaluated(output, scope, where)
+
+
+def _plain_row(
+    rule: Mapping[str, str], content: Mapping[str, Any], fields: "Mapping[str, zen.Expression | None]"
+) -> _PlainRow | None:
+    outputs = [rule[column["id"]] for column in content["outputs"] if rule[column["id"]].strip()]
+    if not all(is_literal(output) for output in outputs):
+        return None
+    found = []
+    for column in (column["id"] for column in content["inputs"]):
+        if rule[column].strip():
+            kind = plain_kind(rule[column])
+            if kind is None or fields[column] is None:
+                return None
+            found.append((column, kind))
+    return tuple(found)
 
 
 def _cell(column: str, field: "zen.Expression | None", text: str) -> _Cell:

@@ -8,7 +8,7 @@ everything else in it are the decision's outputs.
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -88,16 +88,22 @@ class PolicyCrashed(PolicyError):
     """The evaluator died during the evaluation."""
 
 
-class Evaluate(Protocol):
-    """A policy made ready: evaluates one input.
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What a policy decides on: a request's facts, and what the service says of the decision."""
 
-    Raises:
-        PolicyFailed: the evaluation failed.
-        RetryLater: the policy asks to be tried again.
-        InvalidResult: what it gave is no result.
+    facts: dict[str, Json]
+    decision: dict[str, Json]
+
+
+class Evaluate(Protocol):
+    """A policy made ready: evaluates inputs, each by itself.
+
+    Gives for each its evaluation or its error: PolicyFailed where the evaluation failed, RetryLater where the policy
+    asks to be tried again, InvalidResult where what it gave is no result.
     """
 
-    def __call__(self, facts: dict[str, Json], decision: dict[str, Json]) -> Evaluation:
+    def __call__(self, inputs: Sequence[Input]) -> list[Evaluation | PolicyError]:
         """Evaluate."""
         ...
 

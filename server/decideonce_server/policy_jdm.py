@@ -7,7 +7,7 @@ whole and never changes. How authors write such documents, and what is refused, 
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib.metadata import version
@@ -15,11 +15,20 @@ from typing import Any
 
 import zen
 
-from decideonce_server import jdm_expression
+from decideonce_server import jdm_expression, jdm_schema, json_schema
 from decideonce_server.errors import InvalidCatalog, Violation
 from decideonce_server.jdm_expression import zen_reason
 from decideonce_server.jdm_rules import Rules, matched_rules, rule_label
-from decideonce_server.policy import EngineName, Evaluate, Evaluation, PolicyFailed, evaluation_of
+from decideonce_server.policy import (
+    EngineName,
+    Evaluate,
+    Evaluation,
+    Input,
+    InvalidResult,
+    PolicyError,
+    PolicyFailed,
+    evaluation_of,
+)
 from decideonce_server.values import Json
 
 NAME = "zen-engine/" + version("zen-engine")
@@ -89,7 +98,7 @@ def _shape_violations(policy_id: str, text: str) -> Iterator[Violation]:
     if document.get("imports"):
         yield Violation(where, "must not import other documents; use a decision node")
     for node in nodes:
-        if node.get("type") not in NODE_TYPES:
+        if not isinstance(node.get("type"), str) or node["type"] not in NODE_TYPES:
             yield Violation(
                 f"{where}/{node.get('name')}",
                 f"must not be a {node.get('type')}, which can reach outside or is not known; use {sorted(NODE_TYPES)}",
@@ -99,6 +108,8 @@ def _shape_violations(policy_id: str, text: str) -> Iterator[Violation]:
         zen.ZenEngine().create_decision(text).validate()
     except RuntimeError as error:
         yield Violation(where, f"must be a JDM document that zen can load: {zen_reason(error)}")
+        return
+    yield from json_schema.violations(jdm_schema.VALIDATOR, document, where)
 
 
 def _duplicate_violations(policy_id: str, document: Mapping[str, Any]) -> Iterator[Violation]:
@@ -254,12 +265,12 @@ class Engine:
         try:
             whole = json.loads(content)
             documents = {key: _guarded(document) for key, document in whole["documents"].items()}
-            loader: Any = {"type": "static", "content": documents}
-            decision = zen.ZenEngine({"loader": loader}).get_decision(whole["entry"])
+            engine = zen.ZenEngine({"loader": {"type": "static", "content": documents}})
+            engine.get_decision(whole["entry"])
             rules = {key: Rules(document) for key, document in documents.items()}
         except (RuntimeError, ValueError, LookupError, TypeError, jdm_expression.UnreadableExpression) as error:
             raise PolicyFailed(f"the content can't be loaded: {zen_reason(error)}") from None
-        return _Prepared(whole["entry"], decision, rules)
+        return _Prepared(whole["entry"], engine, rules)
 
 
 def _guarded(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,32 +279,45 @@ def _guarded(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Prepared:
-    def __init__(self, policy_id: str, decision: "zen.ZenDecision", rules: Mapping[str, Rules]) -> None:
+    def __init__(self, policy_id: str, engine: "zen.ZenEngine", rules: Mapping[str, Rules]) -> None:
         self._policy_id = policy_id
-        self._decision = decision
+        self._engine = engine
         self._rules = rules
         self._options: Any = {"trace": True, "max_depth": len(rules) + 1}
 
-    def __call__(self, facts: dict[str, Json], decision: dict[str, Json]) -> Evaluation:
-        """Evaluate once.
+    def __call__(self, inputs: Sequence[Input]) -> list[Evaluation | PolicyError]:
+        """Evaluate all in one call of zen, most of whose cost is the call's.
 
         What a node passes through of the input, `facts` and `decision`, is never part of the outputs; no node can
-        write those names.
-
-        Raises:
-            PolicyFailed: zen failed, a rule could not be evaluated, or a fact is a number that zen can't hold.
-            InvalidResult: no rule gave an outcome, or what came out is not a result.
+        write those names. PolicyFailed: zen failed, a rule could not be evaluated, or a fact is a number that zen can't
+        hold. InvalidResult: no rule gave an outcome, or what came out is not a result.
         """
-        _check_numbers(facts)
+        requests: Any = [
+            {"key": self._policy_id, "context": {"facts": one.facts, "decision": one.decision}} for one in inputs
+        ]
+        responses = self._engine.evaluate_batch(requests, self._options)
+        return [self._result_of(one, response) for one, response in zip(inputs, responses, strict=True)]
+
+    def _result_of(self, one: Input, response: Mapping[str, Any]) -> Evaluation | PolicyError:
         try:
-            response = self._decision.evaluate({"facts": facts, "decision": decision}, self._options)
-        except RuntimeError as error:
-            raise PolicyFailed(zen_reason(error)) from None
-        matched = matched_rules(self._rules, self._policy_id, response["trace"])
-        result: Any = response["result"]
+            _check_numbers(one.facts)
+            return self._evaluation(response)
+        except (PolicyFailed, InvalidResult) as error:
+            return error
+
+    def _evaluation(self, response: Mapping[str, Any]) -> Evaluation:
+        if not response["success"]:
+            raise PolicyFailed(_error_text(response["error"]))
+        data = response["data"]
+        matched = matched_rules(self._rules, self._policy_id, data["trace"])
+        result: Any = data["result"]
         if isinstance(result, dict):
             result = {name: value for name, value in result.items() if name not in INPUT_NAMES}
         return evaluation_of(result, NAME, matched)
+
+
+def _error_text(error: str | Mapping[str, Any]) -> str:
+    return error if isinstance(error, str) else str(error.get("source", error["type"]))
 
 
 def _check_numbers(value: Json) -> None:

@@ -18,15 +18,24 @@ import platform
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.abc import InspectLoader
 from types import CodeType, ModuleType
 from typing import Any
 
 from decideonce_server.errors import InvalidCatalog, Violation
-from decideonce_server.policy import EngineName, Evaluate, Evaluation, PolicyFailed, RetryLater, evaluation_of
-from decideonce_server.values import Json
+from decideonce_server.policy import (
+    EngineName,
+    Evaluate,
+    Evaluation,
+    Input,
+    InvalidResult,
+    PolicyError,
+    PolicyFailed,
+    RetryLater,
+    evaluation_of,
+)
 
 NAME = f"python/{platform.python_version()}"
 
@@ -232,11 +241,21 @@ class _Prepared:
         self._module = module
         self._function = function
 
-    def __call__(self, facts: dict[str, Json], decision: dict[str, Json]) -> Evaluation:
-        """Evaluate once, on copies, so that a policy which changes its facts reaches no later evaluation."""
+    def __call__(self, inputs: Sequence[Input]) -> list[Evaluation | PolicyError]:
+        """Evaluate each, one after another."""
+        return [self._result_of(one) for one in inputs]
+
+    def _result_of(self, one: Input) -> Evaluation | PolicyError:
+        try:
+            return self._evaluate(one)
+        except (PolicyFailed, RetryLater, InvalidResult) as error:
+            return error
+
+    def _evaluate(self, one: Input) -> Evaluation:
+        """Evaluate on copies, so that a policy which changes its facts reaches no later evaluation."""
         try:
             with _as_imported(self._module):
-                result = self._function(copy.deepcopy(facts), copy.deepcopy(decision))
+                result = self._function(copy.deepcopy(one.facts), copy.deepcopy(one.decision))
                 if inspect.iscoroutine(result):
                     result = asyncio.run(result)
         except RetryLater:

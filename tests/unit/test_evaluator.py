@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import uvloop
 
-from decideonce_server import evaluator, evaluator_process
+from decideonce_server import evaluator, evaluator_process, policy_jdm
 from decideonce_server.evaluator import Evaluators
 from decideonce_server.policy import (
     Effect,
@@ -121,6 +122,46 @@ async def gate(tmp_path: Path) -> AsyncIterator[Gate]:
 
 async def echo(evaluators: Evaluators, n: int = 0) -> dict[str, Any]:
     return (await evaluators.evaluate(ECHO, {"n": n}, DECISION, AMPLE)).outputs
+
+
+def counting_policy() -> PolicyVersion:
+    """Give a JDM policy that counts up to facts.n: it takes long where that is large, and fails where it is a text."""
+    value = "len(filter([1..facts.n], # > 0))"
+    expressions = [{"id": key, "key": key, "value": text} for key, text in (("outcome", "'OK'"), ("n", value))]
+    nodes = [
+        {"id": "in", "name": "In", "type": "inputNode"},
+        {"id": "count", "name": "Count", "type": "expressionNode", "content": {"expressions": expressions}},
+        {"id": "out", "name": "Out", "type": "outputNode"},
+    ]
+    edges = [
+        {"id": "a", "sourceId": "in", "targetId": "count"},
+        {"id": "b", "sourceId": "count", "targetId": "out"},
+    ]
+    content = policy_jdm.bundle("count", {"count": json.dumps({"nodes": nodes, "edges": edges})})
+    return PolicyVersion("count", 1, "jdm", content_digest(content), content)
+
+
+COUNT = counting_policy()
+# Takes about 0.3 s.
+SLOW_COUNT = 3_000_000
+
+
+async def count(evaluators: Evaluators, n: Json, budget: timedelta = AMPLE) -> Json:
+    return (await evaluators.evaluate(COUNT, {"n": n}, DECISION, budget)).outputs["n"]
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Give the sizes of the sets that evaluators are asked from here on."""
+    found: list[int] = []
+
+    def message(content: dict[str, Any]) -> bytes:
+        if "inputs" in content:
+            found.append(len(content["inputs"]))
+        return evaluator_process.message(content)
+
+    monkeypatch.setattr(evaluator, "message", message)
+    return found
 
 
 async def ended(pid: int) -> None:
@@ -555,3 +596,77 @@ def test_what_a_policy_prints_stays_out_of_stdout(programs: list[subprocess.Pope
     body = "print('x' * 100_000)\nos.write(1, b'raw\\n')\nreturn {'outcome': 'THROUGH'}"
     program = start_program(programs, body, LIMIT_S)
     assert (b"THROUGH\n", b"x" * 100_000 + b"\nraw\n") == program.communicate(timeout=LIMIT_S)
+
+
+async def test_quick_calls_go_together(evaluators, sizes) -> None:
+    """Calls of a policy that is known to be quick share questions; each gets its own answer."""
+    assert 3 == await count(evaluators, 3)
+    results = await asyncio.gather(*(count(evaluators, n) for n in range(1, 201)))
+    assert list(range(1, 201)) == results
+    assert 201 == sum(sizes)
+    assert len(sizes) < 50
+    assert max(sizes) <= evaluator.SIZE_MAX
+
+
+async def test_lone_call_waits_for_nobody(evaluators, sizes) -> None:
+    """Calls that come one after another are asked one by one."""
+    assert [1, 2, 3] == [await count(evaluators, n) for n in (1, 2, 3)]
+    assert [1, 1, 1] == sizes
+
+
+async def test_member_that_fails_fails_alone(evaluators, sizes) -> None:
+    """An input that the policy can't decide on is its own caller's failure."""
+    await count(evaluators, 1)
+    results = await asyncio.gather(*(count(evaluators, n) for n in (1, "many", 2, "more", 3)), return_exceptions=True)
+    assert [1, PolicyFailed, 2, PolicyFailed, 3] == [r if isinstance(r, int) else type(r) for r in results]
+    assert [1, 5] == sizes
+
+
+async def test_slow_member_is_asked_again_alone(evaluators, sizes) -> None:
+    """A member that isn't quick holds up its neighbours for a moment, and its own budget is its own."""
+    await count(evaluators, 1)
+    neighbours = [asyncio.create_task(count(evaluators, n)) for n in range(1, 9)]
+    slow = asyncio.create_task(count(evaluators, SLOW_COUNT))
+    hopeless = asyncio.create_task(count(evaluators, 30 * SLOW_COUNT, timedelta(seconds=1)))
+    assert list(range(1, 9)) == await asyncio.gather(*neighbours)
+    assert not hopeless.done()
+    assert SLOW_COUNT == await slow
+    with pytest.raises(PolicyTimeout, match="1 s"):
+        await hopeless
+    assert [1, 10, *[1] * 10] == sizes
+
+
+async def test_policy_that_was_slow_goes_on_alone(evaluators, sizes) -> None:
+    """What was slow on some facts is no longer asked in sets, so that the next slow one holds up nobody."""
+    await count(evaluators, SLOW_COUNT)
+    assert list(range(1, 9)) == await asyncio.gather(*(count(evaluators, n) for n in range(1, 9)))
+    assert [1] * 9 == sizes
+
+
+async def test_callers_that_leave_take_nobody_along(evaluators, sizes) -> None:
+    """A set goes on for those who are left in it; one that nobody waits for any more is given up."""
+    await count(evaluators, 1)
+    calls = [asyncio.create_task(count(evaluators, n)) for n in range(1, 9)]
+    await until(lambda: len(sizes) > 1, LIMIT_S)
+    for call in calls[:4]:
+        call.cancel()
+    assert [5, 6, 7, 8] == await asyncio.gather(*calls[4:])
+    left = [asyncio.create_task(count(evaluators, 30 * SLOW_COUNT)) for _ in range(3)]
+    await until(lambda: len(sizes) > 2, LIMIT_S)
+    for call in left:
+        call.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    assert [1, 8, 3] == sizes
+    assert 1 == await count(evaluators, 1)
+
+
+async def test_evaluator_that_dies_with_a_set_costs_nobody_a_decision(evaluators, sizes) -> None:
+    """Where an evaluator dies with several calls, each is asked again."""
+    await count(evaluators, 1)
+    calls = [asyncio.create_task(count(evaluators, n)) for n in (1, 2, SLOW_COUNT)]
+    await until(lambda: len(sizes) > 1, LIMIT_S)
+    (fork_server,) = psutil.Process().children()
+    for process in fork_server.children():
+        process.kill()
+    assert [1, 2, SLOW_COUNT] == await asyncio.gather(*calls)
+    assert [1, 3, 1, 1, 1] == sizes

@@ -16,6 +16,7 @@ from decideonce_server.errors import utc_text
 from decideonce_server.facts import FactsSchema
 from decideonce_server.policy import Evaluation, evaluation_of
 from decideonce_server.values import to_struct
+from harness import evaluate_one
 
 ROOT = Path(__file__).parents[2] / "catalog"
 CATALOG = read_catalog(ROOT)
@@ -37,7 +38,8 @@ def decision_of(example: PolicyExample) -> dict[str, Any]:
 def evaluate(policy_id: str, example: PolicyExample) -> Evaluation:
     decision = decision_of(example)
     if policy_id in DOCUMENTS:
-        return policy_jdm.Engine().prepare(policy_jdm.bundle(policy_id, DOCUMENTS))(example.facts, decision)
+        prepared = policy_jdm.Engine().prepare(policy_jdm.bundle(policy_id, DOCUMENTS))
+        return evaluate_one(prepared, example.facts, decision)
     module, _, function = POLICIES[policy_id].text.partition(":")
     decide = runpy.run_path(str(ROOT / "python" / f"{module}.py"))[function]
     return evaluation_of(decide(example.facts, decision), policy_python.NAME)
@@ -86,4 +88,4 @@ def test_python_policy_gives_the_same_from_its_stored_source(monkeypatch: pytest
     assert [] == policy_python.check(content)
     prepared = policy_python.Engine().prepare(content)
     for example in policy.examples:
-        assert evaluate(policy.policy_id, example) == prepared(example.facts, decision_of(example))
+        assert evaluate(policy.policy_id, example) == evaluate_one(prepared, example.facts, decision_of(example))

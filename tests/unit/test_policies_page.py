@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from decideonce_server import policy_jdm
+from harness import evaluate_one
 
 PAGE = (Path(__file__).parents[2] / "docs/policies.md").read_text()
 
@@ -28,7 +29,7 @@ def test_input_on_the_page_is_what_a_policy_gets() -> None:
         ],
     }
     prepared = policy_jdm.Engine().prepare(policy_jdm.bundle("echo", {"echo": json.dumps(document)}))
-    found = prepared(given["facts"], given["decision"])
+    found = evaluate_one(prepared, given["facts"], given["decision"])
     assert (given["decision"]["operation"], [given["facts"], *given["decision"].values()]) == (
         found.outcome,
         [found.outputs[f"out{i}"] for i in range(len(members) + 1)],

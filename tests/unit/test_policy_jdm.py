@@ -1,15 +1,21 @@
 """The JDM engine: what may be published, what a version holds, and what an evaluation gives."""
 
 import copy
+import functools
 import json
+import operator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from decideonce_server import policy_jdm
+from decideonce_server import jdm_expression, policy_jdm
 from decideonce_server.errors import InvalidCatalog
 from decideonce_server.policy import Effect, Evaluation, InvalidResult, PolicyFailed
+from harness import evaluate_one
 
 DECISION: dict[str, Any] = {"time": "2026-03-01T12:00:00Z", "tenant": "acme", "operation": "credit.approve-loan"}
 
@@ -66,7 +72,7 @@ def faults(document: str) -> list[tuple[str, str]]:
 def evaluate(document: str, facts: dict[str, Any], **others: str) -> Evaluation:
     documents = {"p": document, **others}
     assert [] == [fault for policy_id in documents for fault in policy_jdm.check(policy_id, documents)]
-    return policy_jdm.Engine().prepare(policy_jdm.bundle("p", documents))(facts, DECISION)
+    return evaluate_one(policy_jdm.Engine().prepare(policy_jdm.bundle("p", documents)), facts, DECISION)
 
 
 def result_of(text: str, facts: dict[str, Any]) -> Any:
@@ -177,6 +183,54 @@ def test_cell_that_fails_fails_the_decision(cell: str, fact: Any) -> None:
     """A fact of a type that a cell can't order does not fall through to the next rule (kafbat/kafka-ui#1922)."""
     with pytest.raises(PolicyFailed, match="Table/r1"):
         evaluate(chain(table(cell, "")), {"x": fact, "limit": 5})
+
+
+NUMBERS = st.one_of(st.integers(-(2**53) + 1, 2**53 - 1), st.floats(-1e15, 1e15).map(lambda x: round(x, 6)))
+LITERALS = {
+    "number": NUMBERS.map(lambda number: f"{abs(number):.6f}" if isinstance(number, float) else str(number)),
+    "text": st.sampled_from(["'a'", '"b"', "''", "'2026-01-01'", "'> 5'", "'a, b'"]),
+    "boolean": st.sampled_from(["true", "false"]),
+}
+VALUES = {"number": NUMBERS, "text": st.text(max_size=5) | st.sampled_from(["a", "b", "now"]), "boolean": st.booleans()}
+CELLS = (
+    *("{}", " {} ", "{}, {}", "{},{},{}", "in [{}]", "not in [{}, {}]", "== {}", "!= {}", "> {}", "<= {}", ">= {}"),
+    *("[{}..{}]", "({}..{})", "[{} .. {})", "not {}", "{} or {}", "$ == {}", "> {} and < {}"),
+)
+
+
+@pytest.mark.parametrize("kind", ["number", "text", "boolean"])
+@given(data=st.data())
+def test_cell_called_plain_never_fails_on_its_kind(kind: str, data: st.DataObject) -> None:
+    """Rows that are passed over, as nothing in them can fail, are of cells that zen has no error for."""
+    cell = data.draw(st.sampled_from(CELLS))
+    text = cell.format(*(data.draw(LITERALS[kind]) for _ in range(cell.count("{}"))))
+    plain_kind = jdm_expression.plain_kind(text)
+    assert plain_kind in (None, kind)
+    if plain_kind is not None:
+        result = jdm_expression.compiled(text, unary=True).evaluate({"$": data.draw(VALUES[kind])})
+        assert isinstance(result, bool)
+
+
+@pytest.mark.parametrize(
+    ("cell", "kind"),
+    [
+        ("> 10_000", "number"),
+        ("[1..10)", "number"),
+        ("'a', 'b'", "text"),
+        ("not in ['a', 'b']", "text"),
+        ("true", "boolean"),
+        ("> 'b'", None),
+        ("'a', > 'b'", None),
+        ("'a', 5", None),
+        ("> 5 or > 'b'", None),
+        ("> facts.limit", None),
+        ("contains($, 'a')", None),
+        ("null", None),
+    ],
+)
+def test_cell_is_plain_where_it_compares_with_literals_of_one_kind(cell: str, kind: str | None) -> None:
+    """Only what is known never to fail is passed over."""
+    assert kind == jdm_expression.plain_kind(cell)
 
 
 def test_cell_that_fails_after_the_match_is_not_reached() -> None:
@@ -452,6 +506,34 @@ def test_text_that_is_no_graph_is_refused(text: str) -> None:
         policy_jdm.bundle("p", {"p": text})
 
 
+PARTS: tuple[Any, ...] = (None, 0, 1.5, "", "x", [], {}, True, 10**30, [1], {"a": 1}, "first", "null")
+
+
+def places(part: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Give where a document's parts stand."""
+    for key in part if isinstance(part, dict) else range(len(part)) if isinstance(part, list) else ():
+        yield (*path, key)
+        yield from places(part[key], (*path, key))
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_document_with_a_part_in_place_of_another_is_judged(data: st.DataObject) -> None:
+    """Whatever is missing or of another kind is refused, or what is left can be loaded; nothing is crashed on."""
+    whole = json.loads(chain(table("> 5", "'a', 'b'"), expression(("outcome", "'x'"))))
+    whole["nodes"] += json.loads(switch("facts.x"))["nodes"] + [node("Sub", "decisionNode", {"key": "q"})]
+    for _ in range(data.draw(st.integers(1, 2))):
+        *above, last = data.draw(st.sampled_from(sorted(places(whole), key=repr)))
+        around = functools.reduce(operator.getitem, above, whole)
+        if data.draw(st.booleans()):
+            del around[last]
+        else:
+            around[last] = data.draw(st.sampled_from(PARTS))
+    documents = {"p": json.dumps(whole), "q": chain(expression(("outcome", "'x'")))}
+    if not policy_jdm.check("p", documents):
+        policy_jdm.Engine().prepare(policy_jdm.bundle("p", documents))
+
+
 def test_graph_with_a_cycle_is_refused() -> None:
     """Nodes that lead back to themselves are refused."""
     looping = json.loads(chain(table("")))
@@ -524,4 +606,4 @@ def test_content_that_is_no_bundle_fails(content: str) -> None:
 def test_prepared_policy_is_evaluated_many_times_alike() -> None:
     """One evaluation leaves nothing behind for the next."""
     prepared = policy_jdm.Engine().prepare(policy_jdm.bundle("p", {"p": switch("facts.x > 5")}))
-    assert ["yes", "no", "yes"] == [prepared({"x": x}, DECISION).outcome for x in (6, 5, 6)]
+    assert ["yes", "no", "yes"] == [evaluate_one(prepared, {"x": x}, DECISION).outcome for x in (6, 5, 6)]

@@ -10,13 +10,14 @@ from decideonce_server import policy_python
 from decideonce_server.errors import InvalidCatalog, Violation
 from decideonce_server.policy import Evaluation, PolicyFailed, RetryLater
 from decideonce_server.values import Json
+from harness import evaluate_one
 
 HEADER = "# entry_point: shop.rules:decide\n"
 APPROVED = "def decide(facts, decision):\n    return {'outcome': 'APPROVED'}\n"
 
 
 def evaluate(source: str, facts: dict[str, Json] | None = None) -> Evaluation:
-    return policy_python.Engine().prepare(HEADER + source)(facts or {}, {})
+    return evaluate_one(policy_python.Engine().prepare(HEADER + source), facts or {}, {})
 
 
 def rules(source: str) -> list[tuple[str, str]]:
@@ -51,7 +52,7 @@ def test_a_version_outlives_what_is_installed(installed: Path) -> None:
     module.write_text("def decide(facts, decision):\n    return {'outcome': 'SECOND'}\n# changed\n")
     assert "SECOND" in policy_python.read_source("stockroom_rules:decide")
     module.unlink()
-    assert policy_python.Engine().prepare(first)({}, {}).outcome == "FIRST"
+    assert "FIRST" == evaluate_one(policy_python.Engine().prepare(first), {}, {}).outcome
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_an_async_policy_is_awaited() -> None:
         "import asyncio\nasync def decide(facts, decision):\n    await asyncio.sleep(0)\n    return {'outcome': 'A'}\n"
     )
     prepared = policy_python.Engine().prepare(HEADER + source)
-    assert ["A", "A"] == [prepared({}, {}).outcome for _ in range(2)]
+    assert ["A", "A"] == [evaluate_one(prepared, {}, {}).outcome for _ in range(2)]
 
 
 def test_a_policy_that_changes_its_facts_changes_its_own_copy() -> None:
@@ -199,7 +200,7 @@ def test_a_policy_that_changes_its_facts_changes_its_own_copy() -> None:
     )
     prepared = policy_python.Engine().prepare(HEADER + source)
     facts: dict[str, Json] = {"list": []}
-    assert [1, 1] == [prepared(facts, {}).outputs["n"] for _ in range(2)]
+    assert [1, 1] == [evaluate_one(prepared, facts, {}).outputs["n"] for _ in range(2)]
     assert {"list": []} == facts
 
 
@@ -237,14 +238,16 @@ def test_a_source_runs_once() -> None:
     """What a module sets up is set up when it is prepared, and not again."""
     source = "n = [0]\nn[0] += 1\ndef decide(facts, decision):\n    return {'outcome': 'A', 'n': n[0]}\n"
     prepared = policy_python.Engine().prepare(HEADER + source)
-    assert [1, 1] == [prepared({}, {}).outputs["n"] for _ in range(2)]
+    assert [1, 1] == [evaluate_one(prepared, {}, {}).outputs["n"] for _ in range(2)]
 
 
 def test_two_versions_live_side_by_side() -> None:
     """Two versions of one module don't see each other, and neither stays among the imported modules."""
     contents = [HEADER + APPROVED.replace("APPROVED", outcome) for outcome in ("FIRST", "SECOND")]
     first, second = (policy_python.Engine().prepare(content) for content in contents)
-    assert ["FIRST", "SECOND", "FIRST"] == [prepared({}, {}).outcome for prepared in (first, second, first)]
+    assert ["FIRST", "SECOND", "FIRST"] == [
+        evaluate_one(prepared, {}, {}).outcome for prepared in (first, second, first)
+    ]
     assert "shop.rules" not in sys.modules
 
 
