@@ -383,7 +383,8 @@ def fuzz(service: ServiceProcess, token: str, url: Any, *, count: int, seconds: 
     finally:
         fuzzing.close()
         defects = [line for line in service.log.read_text().splitlines() if "defect" in line]
-        print("\n".join(defects[:3]))
+        for defect in defects[:3]:
+            print(defect)
     after = use_of(service)
     took = time.monotonic() - began
     print(f"seed {begin}: {fuzzing.answers.total()} inputs in {took:.0f} s, slowest answer {fuzzing.slowest_s:.2f} s")
