@@ -27,6 +27,7 @@ from cachetools import LRUCache
 
 from decideonce_server import measures
 from decideonce_server.evaluator_process import CARRIED_ERRORS, LENGTH, ORDER, ORDER_ANSWER, ORDER_FORK, message
+from decideonce_server.lull import Lull
 from decideonce_server.policy import Effect, Evaluation, Input, PolicyCrashed, PolicyError, PolicyTimeout, PolicyVersion
 from decideonce_server.values import Json
 
@@ -75,7 +76,7 @@ class Evaluators:
         self._busy: Counter[str] = Counter()
         # By policy, in turn: the first policy is the next to be served.
         self._waiting: OrderedDict[str, deque[_Call]] = OrderedDict()
-        self._is_scheduled = False
+        self._lull = Lull(self._dispatch)
         # By policy, the set of several that is under way, until it takes long.
         self._quick: dict[str, _Set] = {}
         # By digest, the CPU time in s of its slow evaluations, as far as they aren't forgotten.
@@ -121,7 +122,7 @@ class Evaluators:
             raise PolicyCrashed("the evaluators are closed")
         call = _Call(policy, Input(facts, decision), time_budget.total_seconds())
         self._waiting.setdefault(policy.policy_id, deque()).append(call)
-        self._dispatch_soon()
+        self._lull.ask()
         try:
             with measures.phase("queue"):
                 await call.begun
@@ -130,15 +131,8 @@ class Evaluators:
         finally:
             call.leave()
 
-    def _dispatch_soon(self) -> None:
-        """Dispatch when everything that is ready to run now has had its chance to go together."""
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
-
     def _dispatch(self) -> None:
         """Hand idle evaluators to those who wait, and start as many as are missing."""
-        self._is_scheduled = False
         for evaluator in [evaluator for evaluator in self._idle if evaluator.is_gone]:
             self._end(evaluator)
         while self._idle and (policy_id := self._next_policy()) is not None:
@@ -232,7 +226,7 @@ class Evaluators:
         """Have those that wait for a set go on without it."""
         if self._quick.get(set_.policy.policy_id) is set_:
             del self._quick[set_.policy.policy_id]
-            self._dispatch_soon()
+            self._lull.ask()
 
     def _release(self, policy_id: str, evaluator: "_Evaluator") -> None:
         self._busy -= Counter({policy_id: 1})

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from decideonce_server.database import LockTimeout
 from decideonce_server.errors import LedgerUnavailable, Overloaded
 from decideonce_server.ledger import Attempt, Completion, Key, Ledger, Record, Reservation
+from decideonce_server.lull import Lull
 
 # Above this a statement gains nothing more, and its rows stay locked for longer.
 SIZE_MAX = 128
@@ -65,7 +66,7 @@ class Sets(Generic[M, R]):
         self._waiting: OrderedDict[str, deque[_Waiting[M, R]]] = OrderedDict()
         self._count = 0
         self._under_way: set[_Set[M, R]] = set()
-        self._is_scheduled = False
+        self._lull = Lull(self._begin)
 
     async def run(self, member: M) -> R:
         """Send a member with others, and give its result.
@@ -83,14 +84,12 @@ class Sets(Generic[M, R]):
         return await waiting.result
 
     def _begin_soon(self) -> None:
-        """Begin a set when everything that is ready to run now has had its chance to join it."""
+        """Begin a set when everything that is ready to run has had its chance to join it."""
         may_begin = len(self._under_way) < UNDER_WAY_MAX and all(set_.is_slow for set_ in self._under_way)
-        if self._count and may_begin and not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._begin)
+        if self._count and may_begin:
+            self._lull.ask()
 
     def _begin(self) -> None:
-        self._is_scheduled = False
         members = self._take()
         if not members:
             return

@@ -1,0 +1,35 @@
+"""Waits for a lull of the event loop, so that what many calls need done is done once for all of them.
+
+Nobody waits for a clock: where the loop has nothing else to do, what is to be done is done at once. Where it is busy,
+those that it is busy with join first, for WAIT_MAX_S at most.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+# A turn of the loop that took less had nothing to do: any step of a call takes longer.
+TURN_S = 0.0001
+WAIT_MAX_S = 0.01
+
+
+class Lull:
+    """Does something in the next lull, once for all that asked for it until then."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._since: float | None = None
+
+    def ask(self) -> None:
+        """Have it done."""
+        if self._since is None:
+            self._since = time.perf_counter()
+            asyncio.get_running_loop().call_soon(self._look, self._since, self._since)
+
+    def _look(self, since: float, before: float) -> None:
+        now = time.perf_counter()
+        if now - before > TURN_S and now - since < WAIT_MAX_S:
+            asyncio.get_running_loop().call_soon(self._look, since, now)
+            return
+        self._since = None
+        self._work()
