@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -395,6 +396,9 @@ async def _running(settings: Settings) -> AsyncIterator[Parts]:
         await parts.evaluators.start()
         parts.leases.start()
         await parts.catalog.refresh()
+        # All that is there now stays. A collection that looks through it holds every call up, by 50 ms.
+        gc.collect()
+        gc.freeze()
         yield parts
     finally:
         await parts.waiters.close()

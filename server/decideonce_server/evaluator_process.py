@@ -11,6 +11,7 @@ main process never loads an object of a policy's classes.
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -192,6 +193,9 @@ def main() -> None:
     # What a policy prints belongs to the log, not among what the server says on its stdout.
     os.dup2(2, 1)
     sys.stdout = sys.stderr
+    # No collection has to look through what was imported, nor to copy it into each evaluator's own memory.
+    gc.collect()
+    gc.freeze()
     run_fork_server(socket.socket(fileno=int(sys.argv[1])))
 
 
