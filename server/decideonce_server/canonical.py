@@ -10,7 +10,7 @@ from struct import Struct
 from decideonce_server.values import Json
 
 _DOUBLE = Struct("<d")
-_NULL, _FALSE, _TRUE = b"\x08\x00", b"\x20\x00", b"\x20\x01"
+_CONSTANTS = {None: b"\x08\x00", False: b"\x20\x00", True: b"\x20\x01"}
 _NUMBER = b"\x11"
 _TEXT, _OBJECT, _LIST = 3, 5, 6
 _SEVEN_BITS = 0x7F
@@ -28,7 +28,10 @@ def varint(number: int) -> bytes:
 
 def sized(number: int, content: bytes) -> bytes:
     """Encode a field, its number 1 to 15, that holds a text, bytes or a message."""
-    return bytes([number << 3 | 2]) + varint(len(content)) + content
+    length = len(content)
+    if length <= _SEVEN_BITS:
+        return bytes((number << 3 | 2, length)) + content
+    return bytes((number << 3 | 2,)) + varint(length) + content
 
 
 def object_bytes(members: dict[str, Json]) -> bytes:
@@ -39,13 +42,13 @@ def object_bytes(members: dict[str, Json]) -> bytes:
 
 def value_bytes(value: Json) -> bytes:
     """Serialize a value as a Value."""
+    if isinstance(value, float):
+        return _NUMBER + _DOUBLE.pack(value)
     if isinstance(value, str):
         return sized(_TEXT, value.encode())
-    if value is None:
-        return _NULL
-    if isinstance(value, bool):
-        return _TRUE if value else _FALSE
-    if isinstance(value, int | float):
+    if value is None or isinstance(value, bool):
+        return _CONSTANTS[value]
+    if isinstance(value, int):
         return _NUMBER + _DOUBLE.pack(value)
     if isinstance(value, dict):
         return sized(_OBJECT, object_bytes(value))

@@ -26,10 +26,19 @@ KIND_RULE = "must be a JSON value"
 class ValueFault(Exception):
     """A value that breaks a rule: `path` is a JSON pointer (RFC 6901) to it, `rule` what it must satisfy."""
 
-    def __init__(self, path: tuple[str | int, ...], rule: str) -> None:
+    def __init__(self, parts: tuple[str | int, ...], rule: str) -> None:
         super().__init__(rule)
-        self.path = json_pointer(path)
+        self.parts = parts
         self.rule = rule
+
+    @property
+    def path(self) -> str:
+        """Where the value stands."""
+        return json_pointer(self.parts)
+
+    def below(self, part: str | int) -> "ValueFault":
+        """Give the same fault as seen from a level above."""
+        return ValueFault((part, *self.parts), self.rule)
 
 
 def json_pointer(path: tuple[str | int, ...]) -> str:
@@ -43,29 +52,42 @@ def from_struct(struct: struct_pb2.Struct) -> dict[str, Json]:
     Raises:
         ValueFault: a value breaks one of the rules above, or has no kind.
     """
-    return {_checked_text(key, (key,)): _from_value(value, (key,), 1) for key, value in sorted(struct.fields.items())}
+    return _from_members(struct, 1)
 
 
-def _from_value(value: struct_pb2.Value, path: tuple[str | int, ...], depth: int) -> Json:
+def _from_members(struct: struct_pb2.Struct, depth: int) -> dict[str, Json]:
+    members: dict[str, Json] = {}
+    for key, value in sorted(struct.fields.items()):
+        try:
+            members[_checked_text(key, ())] = _from_value(value, depth)
+        except ValueFault as fault:
+            raise fault.below(key) from None
+    return members
+
+
+def _from_value(value: struct_pb2.Value, depth: int) -> Json:
+    # Where a value stands is told by the levels above, and only of one that is at fault: most are not.
     kind = value.WhichOneof("kind")
     if kind == "string_value":
-        return _checked_text(value.string_value, path)
+        return _checked_text(value.string_value, ())
     if kind == "number_value":
-        return checked_number(value.number_value, path)
+        return checked_number(value.number_value, ())
     if kind == "bool_value":
         return value.bool_value
     if kind == "null_value":
         return None
     if kind is None:
-        raise ValueFault(path, KIND_RULE)
+        raise ValueFault((), KIND_RULE)
     if depth >= DEPTH_MAX:
-        raise ValueFault(path, DEPTH_RULE)
-    if kind == "list_value":
-        return [_from_value(item, (*path, i), depth + 1) for i, item in enumerate(value.list_value.values)]
-    return {
-        _checked_text(key, (*path, key)): _from_value(item, (*path, key), depth + 1)
-        for key, item in sorted(value.struct_value.fields.items())
-    }
+        raise ValueFault((), DEPTH_RULE)
+    if kind == "struct_value":
+        return _from_members(value.struct_value, depth + 1)
+    items: list[Json] = []
+    try:
+        items.extend(_from_value(item, depth + 1) for item in value.list_value.values)
+    except ValueFault as fault:
+        raise fault.below(len(items)) from None
+    return items
 
 
 def to_struct(value: dict[str, Json]) -> struct_pb2.Struct:
