@@ -1,5 +1,6 @@
 """Publishes a catalog: checks all of it, gives versions to what is new, and brings it into force in one step."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -140,8 +141,9 @@ class Apply:
                 "tenant": "example",
                 "operation": "example",
             }
+            facts = json.dumps(example.facts).encode()
             try:
-                found = await self._evaluators.evaluate(version, example.facts, decision, EXAMPLE_TIME_BUDGET)
+                found = await self._evaluators.evaluate(version, facts, decision, EXAMPLE_TIME_BUDGET)
                 rule = _difference(example, found)
             except PolicyError as error:
                 # Authors see what their policy said of their own examples.

@@ -1,6 +1,5 @@
 """The use case: evaluate the pinned policy once, and record the decision and its events."""
 
-import json
 from dataclasses import replace
 from datetime import timedelta
 
@@ -123,14 +122,13 @@ class Decide:
         policy: PolicyVersion,
     ) -> Evaluation | Failure:
         record = attempt.record
-        facts: dict[str, Json] = json.loads(attempt.facts)
         decision: dict[str, Json] = {
             "time": utc_text(record.reserve_time),
             "tenant": record.key.tenant,
             "operation": record.key.operation,
         }
         try:
-            return await self._evaluators.evaluate(policy, facts, decision, contract.time_budget)
+            return await self._evaluators.evaluate(policy, attempt.facts, decision, contract.time_budget)
         except PolicyError as error:
             failure = FAILURES[type(error)]
         log.info("policy failed", policy=policy.policy_id, version=policy.version, reason=reason_name(failure.reason))

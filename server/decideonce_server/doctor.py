@@ -109,7 +109,7 @@ async def _evaluators() -> str:
     await evaluators.start()
     try:
         probe = PolicyVersion("probe", 1, "python", content_digest(PROBE_POLICY), PROBE_POLICY)
-        evaluation = await evaluators.evaluate(probe, {}, {}, timedelta(seconds=5))
+        evaluation = await evaluators.evaluate(probe, b"{}", {}, timedelta(seconds=5))
     finally:
         await evaluators.close()
     return f"a probe policy says {evaluation.outcome}"

@@ -20,15 +20,23 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import structlog
 from cachetools import LRUCache
 
 from decideonce_server import measures
-from decideonce_server.evaluator_process import CARRIED_ERRORS, LENGTH, ORDER, ORDER_ANSWER, ORDER_FORK, message
+from decideonce_server.evaluator_process import (
+    CARRIED_ERRORS,
+    LENGTH,
+    ORDER,
+    ORDER_ANSWER,
+    ORDER_FORK,
+    message,
+    question,
+)
 from decideonce_server.lull import Lull
-from decideonce_server.policy import Effect, Evaluation, Input, PolicyCrashed, PolicyError, PolicyTimeout, PolicyVersion
+from decideonce_server.policy import Effect, Evaluation, PolicyCrashed, PolicyError, PolicyTimeout, PolicyVersion
 from decideonce_server.values import Json
 
 # Preparing happens once per version and evaluator, and may import a policy's libraries, which takes seconds on a cold,
@@ -52,6 +60,9 @@ SIZE_MAX = 32
 FORGETTING = 0.9
 # A set that takes this long has a member that isn't quick, or the machine is held up.
 SET_SECONDS_MAX = 0.1
+
+# Facts as JSON text, and what the service says of the decision.
+_Input: TypeAlias = tuple[bytes, dict[str, Json]]
 
 log = structlog.get_logger()
 
@@ -109,9 +120,11 @@ class Evaluators:
         await self._fork_server.close()
 
     async def evaluate(
-        self, policy: PolicyVersion, facts: dict[str, Json], decision: dict[str, Json], time_budget: timedelta
+        self, policy: PolicyVersion, facts: bytes, decision: dict[str, Json], time_budget: timedelta
     ) -> Evaluation:
-        """Evaluate one input; the time budget starts when an evaluator that has the version prepared is asked.
+        """Evaluate one input, whose facts are a JSON text.
+
+        The time budget starts when an evaluator that has the version prepared is asked.
 
         Raises:
             PolicyTimeout: it took longer than its budget, or preparing the version longer than PREPARE_SECONDS_MAX.
@@ -120,7 +133,7 @@ class Evaluators:
         """
         if self._closed:
             raise PolicyCrashed("the evaluators are closed")
-        call = _Call(policy, Input(facts, decision), time_budget.total_seconds())
+        call = _Call(policy, (facts, decision), time_budget.total_seconds())
         self._waiting.setdefault(policy.policy_id, deque()).append(call)
         self._lull.ask()
         try:
@@ -203,8 +216,12 @@ class Evaluators:
         try:
             await evaluator.prepare(set_.policy)
             is_prepared = True
+            if self._cpu_s.get(set_.policy.digest, 0.0) > LONG_S:
+                evaluator.confine()
             results, cpu_s = await evaluator.evaluate(set_.policy, set_.inputs, set_.seconds_max)
         except PolicyError as error:
+            if isinstance(error, PolicyTimeout) and len(set_.calls) == 1:
+                self._cpu_s[set_.policy.digest] = set_.seconds_max
             if isinstance(error, PolicyCrashed):
                 exit_code = await asyncio.shield(self._end(evaluator))
                 error = PolicyCrashed(f"the evaluator ended with exit code {exit_code}")
@@ -305,7 +322,7 @@ class Evaluators:
 class _Call:
     """A call that waits for its evaluation."""
 
-    def __init__(self, policy: PolicyVersion, one: Input, seconds_max: float) -> None:
+    def __init__(self, policy: PolicyVersion, one: _Input, seconds_max: float) -> None:
         self.policy = policy
         self.input = one
         self.seconds_max = seconds_max
@@ -351,7 +368,7 @@ class _Set:
         self.asking: asyncio.Task[None] | None = None
 
     @property
-    def inputs(self) -> list[Input]:
+    def inputs(self) -> list[_Input]:
         return [call.input for call in self.calls]
 
     @property
@@ -415,26 +432,25 @@ class _Evaluator:
             "content": policy.content,
             "instead_of": instead_of,
         }
-        (answer,) = (await self._ask(request, PREPARE_SECONDS_MAX))["answers"]
+        said = await self._ask(message({**request, "seconds_max": PREPARE_SECONDS_MAX}), PREPARE_SECONDS_MAX)
+        (answer,) = said["answers"]
         if "error" in answer:
             raise _error(answer)
         self.prepared[policy.digest] = None
 
     async def evaluate(
-        self, policy: PolicyVersion, inputs: Sequence[Input], seconds_max: float
+        self, policy: PolicyVersion, inputs: Sequence[_Input], seconds_max: float
     ) -> tuple[list[Evaluation | PolicyError], float]:
         """Give what came of each input, and the CPU time of all, in s."""
-        pairs = [[one.facts, one.decision] for one in inputs]
-        said = await self._ask({"digest": policy.digest, "inputs": pairs}, seconds_max)
+        said = await self._ask(question(policy.digest, inputs, seconds_max), seconds_max)
         results = [_error(answer) if "error" in answer else _evaluation(answer) for answer in said["answers"]]
         return results, said["cpu_s"]
 
-    async def _ask(self, request: dict[str, Any], seconds_max: float) -> dict[str, Any]:
-        request_message = message({**request, "seconds_max": seconds_max})
+    async def _ask(self, request: bytes, seconds_max: float) -> dict[str, Any]:
         started = time.monotonic()
         self.is_clean = False
-        self._writer.write(request_message)
-        confining = asyncio.get_running_loop().call_later(LONG_S, self._confine)
+        self._writer.write(request)
+        confining = asyncio.get_running_loop().call_later(LONG_S, self.confine)
         try:
             async with asyncio.timeout(seconds_max):
                 length = await self._reader.readexactly(LENGTH.size)
@@ -453,7 +469,8 @@ class _Evaluator:
         self.is_clean = True
         return answer
 
-    def _confine(self) -> None:
+    def confine(self) -> None:
+        """Have it run on half of the cores until it answers."""
         # The last ones: where there is a choice, the kernel fills the first ones first.
         self._set_cores(CORES[-(-len(CORES) // 2) :])
 

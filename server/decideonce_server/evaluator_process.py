@@ -20,7 +20,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, BinaryIO, Final, NoReturn
 
@@ -65,12 +65,19 @@ def message(content: dict[str, Any]) -> bytes:
     return _framed(_json(content))
 
 
-def _json(content: dict[str, Any]) -> str:
-    return json.dumps(content, separators=(",", ":"))
+def question(digest: str, inputs: Sequence[tuple[bytes, dict[str, Any]]], seconds_max: float) -> bytes:
+    """Write the message that asks for evaluations; facts are JSON texts already, and large ones aren't read for it."""
+    pairs = b",".join([b"[" + facts + b"," + _json(decision) + b"]" for facts, decision in inputs])
+    head = _json({"digest": digest, "seconds_max": seconds_max})
+    return _framed(head[:-1] + b',"inputs":[' + pairs + b"]}")
 
 
-def _framed(text: str) -> bytes:
-    return LENGTH.pack(len(text)) + text.encode("ascii")
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def _framed(text: bytes) -> bytes:
+    return LENGTH.pack(len(text)) + text
 
 
 def run_fork_server(orders: socket.socket) -> None:
@@ -166,10 +173,10 @@ def _answer(request: dict[str, Any], prepared: dict[str, Evaluate]) -> bytes:
         return message({"answers": [{}]})
     inputs = [Input(facts, decision) for facts, decision in request["inputs"]]
     texts = [_text_of(result) for result in prepared[request["digest"]](inputs)]
-    return _framed(f'{{"answers":[{",".join(texts)}],"cpu_s":{time.process_time() - began}}}')
+    return _framed(b'{"answers":[%s],"cpu_s":%f}' % (b",".join(texts), time.process_time() - began))
 
 
-def _text_of(result: Evaluation | PolicyError) -> str:
+def _text_of(result: Evaluation | PolicyError) -> bytes:
     if isinstance(result, Evaluation):
         text = _json({"evaluation": asdict(result)})
         if len(text) <= RESULT_BYTES_MAX:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,14 @@ async def gate(tmp_path: Path) -> AsyncIterator[Gate]:
     opened.close()
 
 
+async def evaluate(
+    evaluators: Evaluators, policy: PolicyVersion, facts: dict[str, Json], decision: dict[str, Json], budget: timedelta
+) -> Evaluation:
+    return await evaluators.evaluate(policy, json.dumps(facts).encode(), decision, budget)
+
+
 async def echo(evaluators: Evaluators, n: int = 0) -> dict[str, Any]:
-    return (await evaluators.evaluate(ECHO, {"n": n}, DECISION, AMPLE)).outputs
+    return (await evaluate(evaluators, ECHO, {"n": n}, DECISION, AMPLE)).outputs
 
 
 def counting_policy() -> PolicyVersion:
@@ -147,7 +153,7 @@ SLOW_COUNT = 3_000_000
 
 
 async def count(evaluators: Evaluators, n: Json, budget: timedelta = AMPLE) -> Json:
-    return (await evaluators.evaluate(COUNT, {"n": n}, DECISION, budget)).outputs["n"]
+    return (await evaluate(evaluators, COUNT, {"n": n}, DECISION, budget)).outputs["n"]
 
 
 @pytest.fixture
@@ -155,12 +161,11 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Give the sizes of the sets that evaluators are asked from here on."""
     found: list[int] = []
 
-    def message(content: dict[str, Any]) -> bytes:
-        if "inputs" in content:
-            found.append(len(content["inputs"]))
-        return evaluator_process.message(content)
+    def question(digest: str, inputs: Sequence[tuple[bytes, dict[str, Any]]], seconds_max: float) -> bytes:
+        found.append(len(inputs))
+        return evaluator_process.question(digest, inputs, seconds_max)
 
-    monkeypatch.setattr(evaluator, "message", message)
+    monkeypatch.setattr(evaluator, "question", question)
     return found
 
 
@@ -203,7 +208,7 @@ async def test_an_evaluation_crosses_whole(evaluators: Evaluators) -> None:
         setup="from enum import StrEnum\nclass Outcome(StrEnum):\n    APPROVED = 'APPROVED'",
     )
     facts: dict[str, Json] = {"a": {"b": [1, "ß"]}}
-    evaluation = await evaluators.evaluate(policy, facts, DECISION, AMPLE)
+    evaluation = await evaluate(evaluators, policy, facts, DECISION, AMPLE)
     expected = Evaluation(
         outcome="APPROVED",
         engine=NAME,
@@ -219,7 +224,7 @@ async def test_jdm_policies_are_evaluated_there_too(evaluators: Evaluators) -> N
     """A JDM version that is no bundle fails in the evaluator, which then serves the next call."""
     broken = PolicyVersion("broken", 1, "jdm", content_digest("{"), "{")
     with pytest.raises(PolicyFailed):
-        await evaluators.evaluate(broken, {}, DECISION, AMPLE)
+        await evaluate(evaluators, broken, {}, DECISION, AMPLE)
     assert 7 == (await echo(evaluators, 7))["n"]
 
 
@@ -238,7 +243,7 @@ async def test_a_policys_errors_cross(evaluators: Evaluators, body: str, error: 
     """An error arrives as itself, and its evaluator goes on serving."""
     before = (await echo(evaluators))["pid"]
     with pytest.raises(error, match=text) as caught:
-        await evaluators.evaluate(version(body), {}, DECISION, AMPLE)
+        await evaluate(evaluators, version(body), {}, DECISION, AMPLE)
     assert error is type(caught.value)
     assert before == (await echo(evaluators))["pid"]
 
@@ -246,7 +251,7 @@ async def test_a_policys_errors_cross(evaluators: Evaluators, body: str, error: 
 async def test_an_errors_text_is_bounded(evaluators: Evaluators) -> None:
     """A policy can't flood anyone with its error's text."""
     with pytest.raises(RetryLater) as caught:
-        await evaluators.evaluate(version("raise RetryLater('x' * 100_000)"), {}, DECISION, AMPLE)
+        await evaluate(evaluators, version("raise RetryLater('x' * 100_000)"), {}, DECISION, AMPLE)
     assert evaluator_process.ERROR_TEXT_LENGTH_MAX == len(str(caught.value))
 
 
@@ -266,7 +271,7 @@ async def test_a_policy_that_does_not_end_is_killed(evaluators: Evaluators, body
     """
     started = time.monotonic()
     with pytest.raises(PolicyTimeout):
-        await evaluators.evaluate(version(body), {}, DECISION, SHORT)
+        await evaluate(evaluators, version(body), {}, DECISION, SHORT)
     assert SHORT.total_seconds() <= time.monotonic() - started < SHORT.total_seconds() + 2
     assert 7 == (await echo(evaluators, 7))["n"]
 
@@ -274,7 +279,7 @@ async def test_a_policy_that_does_not_end_is_killed(evaluators: Evaluators, body
 async def test_a_killed_evaluator_is_gone(evaluators: Evaluators, gate: Gate) -> None:
     """The process of an evaluation that ran out of its budget is killed and reaped."""
     with pytest.raises(PolicyTimeout):
-        await evaluators.evaluate(version(GATED), gate.facts, DECISION, timedelta(seconds=1))
+        await evaluate(evaluators, version(GATED), gate.facts, DECISION, timedelta(seconds=1))
     killed = await gate.running()
     await ended(killed)
     await evaluators.close()
@@ -286,11 +291,11 @@ async def test_a_crash_takes_down_its_own_evaluation_only(evaluators: Evaluators
 
     vectorize-io/hindsight#2675: a job that killed its worker took the worker's other jobs along.
     """
-    neighbour = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
+    neighbour = asyncio.create_task(evaluate(evaluators, version(GATED), gate.facts, DECISION, AMPLE))
     await gate.running()
     for _ in range(3):
         with pytest.raises(PolicyCrashed, match="exit code 137"):
-            await evaluators.evaluate(version("os._exit(137)"), {}, DECISION, AMPLE)
+            await evaluate(evaluators, version("os._exit(137)"), {}, DECISION, AMPLE)
     gate.open()
     assert "THROUGH" == (await neighbour).outcome
     assert 7 == (await echo(evaluators, 7))["n"]
@@ -299,14 +304,14 @@ async def test_a_crash_takes_down_its_own_evaluation_only(evaluators: Evaluators
 async def test_a_signal_that_ends_an_evaluator_is_a_crash(evaluators: Evaluators) -> None:
     """A segmentation fault, or the kernel short of memory, is PolicyCrashed with the signal as a negative exit code."""
     with pytest.raises(PolicyCrashed, match="exit code -11"):
-        await evaluators.evaluate(version("os.kill(os.getpid(), 11)"), {}, DECISION, AMPLE)
+        await evaluate(evaluators, version("os.kill(os.getpid(), 11)"), {}, DECISION, AMPLE)
 
 
 async def test_policies_that_burn_the_cpu_leave_others_prompt(evaluators: Evaluators) -> None:
     """While one policy burns all CPUs, calls of another are answered promptly."""
     burning = version("while True: pass", "burning")
     budget = timedelta(seconds=3)
-    burns = [asyncio.create_task(evaluators.evaluate(burning, {}, DECISION, budget)) for _ in range(8)]
+    burns = [asyncio.create_task(evaluate(evaluators, burning, {}, DECISION, budget)) for _ in range(8)]
     for n in range(20):
         async with asyncio.timeout(1):
             assert n == (await echo(evaluators, n))["n"]
@@ -317,7 +322,9 @@ async def test_policies_that_burn_the_cpu_leave_others_prompt(evaluators: Evalua
 async def test_a_slow_policy_has_half_of_the_evaluators(evaluators: Evaluators, gate: Gate) -> None:
     """Ten slow evaluations of one policy run eight at a time, in order, and another policy is answered meanwhile."""
     slow = version(GATED, "slow")
-    calls = [asyncio.create_task(evaluators.evaluate(slow, {**gate.facts, "n": n}, DECISION, AMPLE)) for n in range(10)]
+    calls = [
+        asyncio.create_task(evaluate(evaluators, slow, {**gate.facts, "n": n}, DECISION, AMPLE)) for n in range(10)
+    ]
     pids = {await gate.running() for _ in range(8)}
     assert 8 == len(pids)
     started = time.monotonic()
@@ -335,7 +342,7 @@ async def test_a_slow_policy_has_half_of_the_evaluators(evaluators: Evaluators, 
 
 async def test_a_long_evaluation_leaves_half_of_the_cores_to_others(evaluators: Evaluators, gate: Gate) -> None:
     """An evaluation that goes on for long is held to half of the cores; its evaluator has all of them after it."""
-    call = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
+    call = asyncio.create_task(evaluate(evaluators, version(GATED), gate.facts, DECISION, AMPLE))
     process = psutil.Process(await gate.running())
     every = process.cpu_affinity()
     half = every[-(-len(every) // 2) :] or every
@@ -345,16 +352,31 @@ async def test_a_long_evaluation_leaves_half_of_the_cores_to_others(evaluators: 
     assert every == process.cpu_affinity()
 
 
+async def test_policy_that_ran_away_begins_on_half_of_the_cores(evaluators: Evaluators) -> None:
+    """What is known to take long leaves the others their half from its first moment."""
+    body = """
+        while facts["burns"]:
+            pass
+        return {"outcome": "OK", "cores": sorted(os.sched_getaffinity(0))}
+    """
+    burning = version(body)
+    every = (await evaluate(evaluators, burning, {"burns": False}, DECISION, AMPLE)).outputs["cores"]
+    with pytest.raises(PolicyTimeout):
+        await evaluate(evaluators, burning, {"burns": True}, DECISION, SHORT)
+    half = every[-(-len(every) // 2) :] or every
+    assert half == (await evaluate(evaluators, burning, {"burns": False}, DECISION, AMPLE)).outputs["cores"]
+
+
 async def test_policies_are_served_in_turn(gate: Gate) -> None:
     """One policy's queue doesn't hold back the first call of another."""
     async with running(size_max=1, warm=1) as evaluators:
         served: list[str] = []
 
         async def call(policy_id: str) -> None:
-            await evaluators.evaluate(version("return {'outcome': 'A'}", policy_id), {}, DECISION, AMPLE)
+            await evaluate(evaluators, version("return {'outcome': 'A'}", policy_id), {}, DECISION, AMPLE)
             served.append(policy_id)
 
-        held = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
+        held = asyncio.create_task(evaluate(evaluators, version(GATED), gate.facts, DECISION, AMPLE))
         await gate.running()
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as calls:
             for policy_id in ("a", "a", "a", "b"):
@@ -366,7 +388,7 @@ async def test_policies_are_served_in_turn(gate: Gate) -> None:
 
 async def test_a_cancelled_call_ends_its_evaluator(evaluators: Evaluators, gate: Gate) -> None:
     """The evaluator of a call that was cancelled is killed, and no later call meets it."""
-    call = asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE))
+    call = asyncio.create_task(evaluate(evaluators, version(GATED), gate.facts, DECISION, AMPLE))
     pid = await gate.running()
     call.cancel()
     await asyncio.wait({call})
@@ -390,7 +412,7 @@ async def test_a_call_can_be_cancelled_while_it_waits(gate: Gate) -> None:
     async with running(size_max=2, warm=1) as evaluators:
         policy = version(GATED)
         first, second, third = (
-            asyncio.create_task(evaluators.evaluate(policy, {**gate.facts, "n": n}, DECISION, AMPLE)) for n in range(3)
+            asyncio.create_task(evaluate(evaluators, policy, {**gate.facts, "n": n}, DECISION, AMPLE)) for n in range(3)
         )
         await gate.running()
         second.cancel()
@@ -404,7 +426,7 @@ async def test_a_call_cancelled_as_it_is_served_gives_its_evaluator_back(gate: G
     async with running(size_max=1, warm=1) as evaluators, asyncio.timeout(LIMIT_S):
 
         async def hold() -> None:
-            await evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE)
+            await evaluate(evaluators, version(GATED), gate.facts, DECISION, AMPLE)
             # The evaluator was just handed on, and the call that it went to has not run since.
             call.cancel()
 
@@ -422,14 +444,14 @@ async def test_a_call_cancelled_as_it_is_served_gives_its_evaluator_back(gate: G
 async def test_preparing_is_not_charged_to_the_budget(evaluators: Evaluators) -> None:
     """A version that takes longer to load than its budget is evaluated all the same."""
     slow_to_load = version("return {'outcome': 'A'}", setup="time.sleep(0.6)")
-    assert "A" == (await evaluators.evaluate(slow_to_load, {}, DECISION, SHORT)).outcome
+    assert "A" == (await evaluate(evaluators, slow_to_load, {}, DECISION, SHORT)).outcome
 
 
 async def test_preparing_has_a_limit(evaluators: Evaluators, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that never finishes loading is PolicyTimeout."""
     monkeypatch.setattr(evaluator, "PREPARE_SECONDS_MAX", 0.3)
     with pytest.raises(PolicyTimeout):
-        await evaluators.evaluate(version("return {}", setup="time.sleep(600)"), {}, DECISION, AMPLE)
+        await evaluate(evaluators, version("return {}", setup="time.sleep(600)"), {}, DECISION, AMPLE)
 
 
 async def test_prepared_versions_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +464,7 @@ async def test_prepared_versions_are_kept_within_a_bound(monkeypatch: pytest.Mon
         }
         seen = []
         for name in "aabacabb":
-            evaluation = await evaluators.evaluate(counting[name], {}, DECISION, AMPLE)
+            evaluation = await evaluate(evaluators, counting[name], {}, DECISION, AMPLE)
             seen.append((evaluation.outcome, evaluation.outputs["calls"]))
     assert [("a", 1), ("a", 2), ("b", 1), ("a", 3), ("c", 1), ("a", 4), ("b", 1), ("b", 2)] == seen
 
@@ -451,7 +473,7 @@ async def test_evaluators_that_are_not_needed_end(gate: Gate) -> None:
     """After a while without work only the warm ones are left."""
     async with running(size_max=8, warm=1, idle_max=timedelta(milliseconds=50)) as evaluators:
         calls = [
-            asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE)) for _ in range(4)
+            asyncio.create_task(evaluate(evaluators, version(GATED), gate.facts, DECISION, AMPLE)) for _ in range(4)
         ]
         pids = [await gate.running() for _ in range(4)]
         gate.open(4)
@@ -478,7 +500,7 @@ async def test_a_fork_server_that_died_is_replaced(evaluators: Evaluators) -> No
     await ended(parent)
     for _ in range(4):
         with pytest.raises(PolicyCrashed):
-            await evaluators.evaluate(version("os._exit(1)"), {}, DECISION, AMPLE)
+            await evaluate(evaluators, version("os._exit(1)"), {}, DECISION, AMPLE)
     assert parent != (await echo(evaluators))["parent"]
 
 
@@ -497,7 +519,7 @@ async def test_a_machine_that_starts_no_process_fails_the_call(monkeypatch: pyte
 async def test_close_leaves_no_process(evaluators: Evaluators, gate: Gate) -> None:
     """After close all processes are gone and reaped; what was under way, waits or comes later is PolicyCrashed."""
     idle = await echo(evaluators)
-    calls = [asyncio.create_task(evaluators.evaluate(version(GATED), gate.facts, DECISION, AMPLE)) for _ in range(10)]
+    calls = [asyncio.create_task(evaluate(evaluators, version(GATED), gate.facts, DECISION, AMPLE)) for _ in range(10)]
     pids = [await gate.running() for _ in range(8)]
     async with asyncio.timeout(LIMIT_S):
         await evaluators.close()
@@ -522,7 +544,7 @@ async def test_evaluators_are_alike_everywhere(monkeypatch: pytest.MonkeyPatch) 
     outputs = []
     for _ in range(2):
         async with running(warm=1) as evaluators:
-            outputs.append((await evaluators.evaluate(policy, {}, DECISION, AMPLE)).outputs)
+            outputs.append((await evaluate(evaluators, policy, {}, DECISION, AMPLE)).outputs)
     assert ([], "UTC") == (outputs[0]["names"], outputs[0]["zone"])
     assert outputs[0] == outputs[1]
 
@@ -539,7 +561,7 @@ async def main():
     evaluators = Evaluators()
     await evaluators.start()
     evaluation = await evaluators.evaluate(
-        PolicyVersion("p", 1, "python", "sha256:p", sys.argv[1]), {}, {}, timedelta(seconds=float(sys.argv[2]))
+        PolicyVersion("p", 1, "python", "sha256:p", sys.argv[1]), b"{}", {}, timedelta(seconds=float(sys.argv[2]))
     )
     print(evaluation.outcome)
     await evaluators.close()
