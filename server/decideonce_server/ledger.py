@@ -20,10 +20,8 @@ from functools import cached_property
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Row
-
 from decideonce_server import outbox
-from decideonce_server.database import Database, Statement
+from decideonce_server.database import Database, Row, Statement
 
 
 class State(IntEnum):
@@ -510,7 +508,7 @@ def reserve_parameters(reservations: Sequence[Reservation]) -> dict[str, list[An
     }
 
 
-def _record(row: Row[Any]) -> Record:
+def _record(row: Row) -> Record:
     return Record(
         key=Key(row.tenant, row.operation, row.operation_key),
         decision_id=row.decision_id,

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Row
-
 from decideonce_server.catalog import DEFAULT_TOPIC, Catalog, Execution, OperationContract, OperationVersion
-from decideonce_server.database import Database, Statement, UniqueViolation
+from decideonce_server.database import Database, Row, Statement, UniqueViolation
 from decideonce_server.errors import CatalogConflict
 from decideonce_server.policy import PolicyVersion, content_digest
 
@@ -155,7 +153,7 @@ class CatalogStore:
 
     async def policy_versions(self, names: Sequence[tuple[str, int]]) -> list[PolicyVersion]:
         """Read those of these versions that exist."""
-        return [PolicyVersion(**row._asdict()) for row in await self._database.run(POLICY_VERSIONS, **_pairs(names))]
+        return [PolicyVersion(**dict(row)) for row in await self._database.run(POLICY_VERSIONS, **_pairs(names))]
 
     async def operation_versions(self, names: Sequence[tuple[str, int]]) -> list[OperationVersion]:
         """Read those of these versions that exist."""
@@ -165,11 +163,11 @@ class CatalogStore:
     async def policy_history(self, policy_ids: Sequence[str]) -> list[PolicyVersionHead]:
         """List every version of these policies, newest first."""
         rows = await self._database.run(POLICY_HISTORY, names=list(policy_ids))
-        return [PolicyVersionHead(**row._asdict()) for row in rows]
+        return [PolicyVersionHead(**dict(row)) for row in rows]
 
     async def operation_history(self, operations: Sequence[str]) -> list[tuple[str, int, str]]:
         """List every version of these operations, newest first: name, version, digest."""
-        rows: Sequence[Row[Any]] = await self._database.run(OPERATION_HISTORY, names=list(operations))
+        rows: Sequence[Row] = await self._database.run(OPERATION_HISTORY, names=list(operations))
         return [(row.operation, row.version, row.digest) for row in rows]
 
     async def publish(

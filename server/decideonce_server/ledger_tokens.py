@@ -6,11 +6,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
-from sqlalchemy import Row
-
-from decideonce_server.database import Database, Statement, UniqueViolation
+from decideonce_server.database import Database, Row, Statement, UniqueViolation
 
 # A token is this, its name, "_" and its secret: scanners can find a leaked one, and its name can be told without it.
 PREFIX = "do_"
@@ -61,7 +58,7 @@ class Token:
     revoke_time: datetime | None
 
 
-def _token(row: Row[Any]) -> Token:
+def _token(row: Row) -> Token:
     return Token(
         token_id=row.token_id,
         tenant=row.tenant,

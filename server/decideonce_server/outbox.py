@@ -192,7 +192,7 @@ class Outbox:
             limit=limit,
             bytes_max=READ_BYTES_MAX,
         )
-        return [Event(**row._asdict()) for row in rows]
+        return [Event(**dict(row)) for row in rows]
 
     async def published(self, holder: UUID, events: Sequence[Event]) -> int:
         """Delete events that the sink has, of those buckets that the holder still leases; give how many."""
@@ -205,18 +205,18 @@ class Outbox:
 
     async def pending(self, limit: int) -> list[Event]:
         """List the oldest events that wait, parked ones apart."""
-        return [Event(**row._asdict()) for row in await self._database.run(LIST, limit=limit)]
+        return [Event(**dict(row)) for row in await self._database.run(LIST, limit=limit)]
 
     async def parked(self, limit: int) -> list[ParkedEvent]:
         """List the oldest parked events."""
-        return [_parked(row._asdict()) for row in await self._database.run(PARKED, id=None, limit=limit)]
+        return [_parked(dict(row)) for row in await self._database.run(PARKED, id=None, limit=limit)]
 
     async def show(self, event_id: UUID) -> Event | ParkedEvent | None:
         """Find an event that waits or is parked; None where there is none of this id."""
         for row in await self._database.run(SHOW, id=event_id):
-            return Event(**row._asdict())
+            return Event(**dict(row))
         for row in await self._database.run(PARKED, id=event_id, limit=1):
-            return _parked(row._asdict())
+            return _parked(dict(row))
         return None
 
     async def retry(self, event_ids: Sequence[UUID] | None) -> int:

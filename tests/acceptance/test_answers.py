@@ -12,14 +12,13 @@ import asyncpg
 import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from sqlalchemy import event
 
 from conftest import connect
 from decideonce.v1 import decision_service_pb2 as wire
 from decideonce.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server
 from decideonce_server import app
 from decideonce_server.catalog_dir import read_catalog
-from decideonce_server.database import Database
+from decideonce_server.database import Database, Statement
 from decideonce_server.ledger_tokens import PREFIX, TokenStore
 from decideonce_server.servicer import DecisionServicer
 from decideonce_server.settings import Settings
@@ -501,14 +500,18 @@ class DefectiveServicer(DecisionServicer):
 
 
 @pytest.fixture
-async def inside(database_url, tmp_path) -> AsyncIterator[tuple[Caller, Caller, list[str]]]:
+async def inside(database_url, tmp_path, monkeypatch) -> AsyncIterator[tuple[Caller, Caller, list[str]]]:
     """Give a caller, one that may only read, and the names of the statements that were made so far."""
     parts = app.assemble(database_url, Settings(evaluators=2))
     statements: list[str] = []
 
-    @event.listens_for(parts.database.engine.sync_engine, "before_cursor_execute")
-    def note(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
-        statements.append(statement.split(" ")[1])
+    run = parts.database.run
+
+    async def noted(statement: Statement, **parameters: Any) -> Any:
+        statements.append(statement.name)
+        return await run(statement, **parameters)
+
+    monkeypatch.setattr(parts.database, "run", noted)
 
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(parts.database.close)
