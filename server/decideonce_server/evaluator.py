@@ -205,6 +205,7 @@ class Evaluators:
             # Not before: a task that is cancelled before it runs would never give its evaluator back.
             for call in set_.calls:
                 call.begin(set_)
+            set_.give_up_if_left()
             await self._settle(evaluator, set_)
         finally:
             patience.cancel()
@@ -252,7 +253,7 @@ class Evaluators:
             self._idle.append(evaluator)
         else:
             self._end(evaluator)
-        self._dispatch()
+        self._lull.ask()
 
     def _grow(self) -> None:
         if self._closed:
