@@ -5,6 +5,7 @@ those that it is busy with join first, for WAIT_MAX_S at most.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -24,9 +25,10 @@ class Lull:
         """Have it done."""
         if self._since is None:
             self._since = time.perf_counter()
-            asyncio.get_running_loop().call_soon(self._look, self._since, self._since)
+            asyncio.get_running_loop().call_soon(self._look, self._since, -math.inf)
 
     def _look(self, since: float, before: float) -> None:
+        """Do it if the whole turn from the look before took no time, or nobody may wait any longer."""
         now = time.perf_counter()
         if now - before > TURN_S and now - since < WAIT_MAX_S:
             asyncio.get_running_loop().call_soon(self._look, since, now)
