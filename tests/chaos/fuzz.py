@@ -86,8 +86,9 @@ CODES = {
 ANSWERED_WITHIN_S = 20.0
 # A field that stands again counts as it stands last: whatever became of it before, nothing is published.
 DRY_RUN = catalog_pb2.ApplyCatalogRequest(dry_run=True).SerializeToString()
-# So few evaluators that all are there after the first inputs.
-FEW = ("--evaluators", "4")
+# So few evaluators that all are there after the first inputs; and a connection doesn't age: a call that meets its end
+# is its client's to send again, and here is none that would.
+FEW = ("--evaluators", "4", "--connection-age-max", "0s")
 # A batch, all of which is on its way at the same moment, and comes from one example of Hypothesis.
 CALLS, WAYS = 10, 8
 BATCH = CALLS * WAYS
@@ -254,7 +255,11 @@ def batches(draw: st.DrawFn, token: str) -> list[Input]:
 
 @dataclass(frozen=True)
 class Use:
-    """What the processes of a service use together."""
+    """What the processes of a service use.
+
+    Of each kind of process, memory and files are its largest's: an evaluator that first has work late grows to what
+    others have.
+    """
 
     memory: int
     files: int
@@ -265,12 +270,14 @@ def use_of(service: ServiceProcess) -> Use:
     """Measure a service: bytes (what processes share counted once), open files, and processes."""
     tree = [psutil.Process(service.process.pid)]
     tree += tree[0].children(recursive=True)
-    largest: Counter[tuple[str, ...]] = Counter()
+    memory: Counter[tuple[str, ...]] = Counter()
+    files: Counter[tuple[str, ...]] = Counter()
     for process in tree:
         # `-m decideonce_server worker`, `-P -m decideonce_server.evaluator_process`
         kind = tuple(process.cmdline()[1:4])
-        largest[kind] = max(largest[kind], process.memory_full_info().pss)
-    return Use(largest.total(), sum(process.num_fds() for process in tree), len(tree))
+        memory[kind] = max(memory[kind], process.memory_full_info().pss)
+        files[kind] = max(files[kind], process.num_fds())
+    return Use(memory.total(), files.total(), len(tree))
 
 
 class Fuzzing:
@@ -376,6 +383,8 @@ def fuzz(service: ServiceProcess, token: str, url: Any, *, count: int, seconds: 
             # A Hypothesis run keeps what it has seen: many of them stay small.
             send_batches(fuzzing, min(100, -(-(count - sent) // BATCH)), begin + turn)
             turn += 1
+            if turn % 20 == 0:
+                print(f"{fuzzing.answers.total()} inputs so far", file=sys.stderr, flush=True)
             done = max(fuzzing.answers.total() / count, (time.monotonic() - began) / seconds)
             if before is None and done >= WARM_AFTER:
                 before = use_of(service)
