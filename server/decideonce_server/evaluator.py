@@ -215,10 +215,10 @@ class Evaluators:
     async def _settle(self, evaluator: "_Evaluator", set_: "_Set") -> None:
         is_prepared = False
         try:
-            await evaluator.prepare(set_.policy)
-            is_prepared = True
             if self._cpu_s.get(set_.policy.digest, 0.0) > LONG_S:
                 evaluator.confine()
+            await evaluator.prepare(set_.policy)
+            is_prepared = True
             results, cpu_s = await evaluator.evaluate(set_.policy, set_.inputs, set_.seconds_max)
         except PolicyError as error:
             if isinstance(error, PolicyTimeout) and len(set_.calls) == 1:
@@ -444,6 +444,8 @@ class _Evaluator:
     ) -> tuple[list[Evaluation | PolicyError], float]:
         """Give what came of each input, and the CPU time of all, in s."""
         said = await self._ask(question(policy.digest, inputs, seconds_max), seconds_max)
+        # One that didn't answer is never used again, and its pid may soon be another's.
+        self._set_cores(CORES)
         results = [_error(answer) if "error" in answer else _evaluation(answer) for answer in said["answers"]]
         return results, said["cpu_s"]
 
@@ -465,8 +467,6 @@ class _Evaluator:
             raise PolicyCrashed("the evaluator ended") from None
         finally:
             confining.cancel()
-        # One that didn't answer is never used again, and its pid may soon be another's.
-        self._set_cores(CORES)
         self.is_clean = True
         return answer
 
@@ -478,9 +478,10 @@ class _Evaluator:
     def _set_cores(self, cores: Sequence[int]) -> None:
         if cores and cores != self._cores and self.ending is None:
             self._cores = cores
-            # It may be gone; its pid is its own until it is reaped.
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(self._pid, cores)
+            # It may be gone; its pid is its own until it is reaped. An engine may work in threads of its own.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for thread in os.listdir(f"/proc/{self._pid}/task"):
+                    os.sched_setaffinity(int(thread), cores)
 
     def kill(self) -> None:
         # The pid is this evaluator's until the fork server reaps it, which it does only when asked.

@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Callable
 
-# A turn of the loop that took less had nothing to do: any step of a call takes longer.
+# A turn of the loop that took less of the processor had nothing to do: any step of a call takes longer. Of the
+# processor, as a turn that others held up, beside this thread or in it, tells nothing of what there is to do.
 TURN_S = 0.0001
 WAIT_MAX_S = 0.01
 
@@ -29,8 +30,8 @@ class Lull:
 
     def _look(self, since: float, before: float) -> None:
         """Do it if the whole turn from the look before took no time, or nobody may wait any longer."""
-        now = time.perf_counter()
-        if now - before > TURN_S and now - since < WAIT_MAX_S:
+        now = time.thread_time()
+        if now - before > TURN_S and time.perf_counter() - since < WAIT_MAX_S:
             asyncio.get_running_loop().call_soon(self._look, since, now)
             return
         self._since = None

@@ -352,6 +352,23 @@ async def test_a_long_evaluation_leaves_half_of_the_cores_to_others(evaluators: 
     assert every == process.cpu_affinity()
 
 
+async def test_an_engine_that_works_in_threads_is_held_with_all_of_them(evaluators: Evaluators) -> None:
+    """It isn't only an evaluator's first thread that is held to half of the cores."""
+    await count(evaluators, 1)
+    every = sorted(os.sched_getaffinity(0))
+    half = set(every[-(-len(every) // 2) :] or every)
+    (fork_server,) = psutil.Process().children()
+
+    def is_held(process: psutil.Process) -> bool:
+        threads = [thread.id for thread in process.threads()]
+        return len(threads) > 1 and all(half == os.sched_getaffinity(thread) for thread in threads)
+
+    call = asyncio.create_task(count(evaluators, 30 * SLOW_COUNT))
+    await until(lambda: any(map(is_held, fork_server.children())))
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+
 async def test_policy_that_ran_away_begins_on_half_of_the_cores(evaluators: Evaluators) -> None:
     """What is known to take long leaves the others their half from its first moment."""
     body = """
