@@ -480,8 +480,8 @@ class _Evaluator:
             self._cores = cores
             # It may be gone; its pid is its own until it is reaped. An engine may work in threads of its own.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                for thread in os.listdir(f"/proc/{self._pid}/task"):
-                    os.sched_setaffinity(int(thread), cores)
+                for thread in Path(f"/proc/{self._pid}/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), cores)
 
     def kill(self) -> None:
         # The pid is this evaluator's until the fork server reaps it, which it does only when asked.
