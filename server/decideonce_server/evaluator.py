@@ -215,11 +215,10 @@ class Evaluators:
     async def _settle(self, evaluator: "_Evaluator", set_: "_Set") -> None:
         is_prepared = False
         try:
-            if self._cpu_s.get(set_.policy.digest, 0.0) > LONG_S:
-                evaluator.confine()
-            await evaluator.prepare(set_.policy)
+            is_long = self._cpu_s.get(set_.policy.digest, 0.0) > LONG_S
+            await evaluator.prepare(set_.policy, is_long=is_long)
             is_prepared = True
-            results, cpu_s = await evaluator.evaluate(set_.policy, set_.inputs, set_.seconds_max)
+            results, cpu_s = await evaluator.evaluate(set_.policy, set_.inputs, set_.seconds_max, is_long=is_long)
         except PolicyError as error:
             if isinstance(error, PolicyTimeout) and len(set_.calls) == 1:
                 self._cpu_s[set_.policy.digest] = set_.seconds_max
@@ -421,8 +420,8 @@ class _Evaluator:
         """Tell whether it ended while nothing was asked of it."""
         return self._reader.at_eof() or self._reader.exception() is not None
 
-    async def prepare(self, policy: PolicyVersion) -> None:
-        """Have a version ready."""
+    async def prepare(self, policy: PolicyVersion, *, is_long: bool) -> None:
+        """Have a version ready; one that is known to take long is held to half of the cores from the start."""
         if policy.digest in self.prepared:
             self.prepared.move_to_end(policy.digest)
             return
@@ -433,27 +432,28 @@ class _Evaluator:
             "content": policy.content,
             "instead_of": instead_of,
         }
-        said = await self._ask(message({**request, "seconds_max": PREPARE_SECONDS_MAX}), PREPARE_SECONDS_MAX)
+        ordered = message({**request, "seconds_max": PREPARE_SECONDS_MAX})
+        said = await self._ask(ordered, PREPARE_SECONDS_MAX, is_long=is_long)
         (answer,) = said["answers"]
         if "error" in answer:
             raise _error(answer)
         self.prepared[policy.digest] = None
 
     async def evaluate(
-        self, policy: PolicyVersion, inputs: Sequence[_Input], seconds_max: float
+        self, policy: PolicyVersion, inputs: Sequence[_Input], seconds_max: float, *, is_long: bool
     ) -> tuple[list[Evaluation | PolicyError], float]:
         """Give what came of each input, and the CPU time of all, in s."""
-        said = await self._ask(question(policy.digest, inputs, seconds_max), seconds_max)
-        # One that didn't answer is never used again, and its pid may soon be another's.
-        self._set_cores(CORES)
+        said = await self._ask(question(policy.digest, inputs, seconds_max), seconds_max, is_long=is_long)
         results = [_error(answer) if "error" in answer else _evaluation(answer) for answer in said["answers"]]
         return results, said["cpu_s"]
 
-    async def _ask(self, request: bytes, seconds_max: float) -> dict[str, Any]:
+    async def _ask(self, request: bytes, seconds_max: float, *, is_long: bool) -> dict[str, Any]:
+        if is_long:
+            self._confine()
         started = time.monotonic()
         self.is_clean = False
         self._writer.write(request)
-        confining = asyncio.get_running_loop().call_later(LONG_S, self.confine)
+        confining = asyncio.get_running_loop().call_later(LONG_S, self._confine)
         try:
             async with asyncio.timeout(seconds_max):
                 length = await self._reader.readexactly(LENGTH.size)
@@ -467,11 +467,12 @@ class _Evaluator:
             raise PolicyCrashed("the evaluator ended") from None
         finally:
             confining.cancel()
+        # One that didn't answer is never used again, and its pid may soon be another's.
+        self._set_cores(CORES)
         self.is_clean = True
         return answer
 
-    def confine(self) -> None:
-        """Have it run on half of the cores until it answers."""
+    def _confine(self) -> None:
         # The last ones: where there is a choice, the kernel fills the first ones first.
         self._set_cores(CORES[-(-len(CORES) // 2) :])
 
