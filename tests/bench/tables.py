@@ -205,7 +205,8 @@ def profile(content: Content) -> str:
     names = sorted(
         {name for phases in spent.values() for name in phases}, key=lambda name: -spent[kinds[0]].get(name, 0)
     )
-    rows = [[name, *(number(spent[kind].get(name, 0.0)) for kind in kinds)] for name in names]
+    # A process that ended meanwhile took its time along: what is below nothing is nothing.
+    rows = [[name, *(number(max(0.0, spent[kind].get(name, 0.0))) for kind in kinds)] for name in names]
     rows.append(["all", *(number(sum(spent[kind].values())) for kind in kinds)])
     heads = [f"CPU time per call at {CALLERS} callers, us", *(LABELS[kind] for kind in kinds)]
     about = f"Sampled {content['made'][:10]} at {content['machine']['commit']}."
