@@ -76,6 +76,7 @@ _PLAIN_CELLS = {
     "text": re.compile(rf" *(?:[=!]= *{_TEXT}|{_list_of(_TEXT)}|(?:not +)?in *\[ *{_list_of(_TEXT)} *\]) *"),
     "boolean": re.compile(r" *(?:[=!]= *)?(?:true|false) *"),
 }
+_PATH = re.compile(r" *[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)* *")
 _LITERAL = re.compile(rf" *(?:{_NUMBER}|{_TEXT}|true|false|null|\[ *{_list_of(_TEXT)} *\]) *")
 _TEMPLATE = re.compile(r"(?P<text>(?:[^`$]|\$(?!\{))+)|(?P<mark>`|\$\{)")
 
@@ -234,6 +235,11 @@ def plain_kind(cell: str) -> str | None:
 def is_literal(text: str) -> bool:
     """Tell whether an expression is a literal, or a list of texts, which can't fail."""
     return _LITERAL.fullmatch(text) is not None
+
+
+def is_path(text: str) -> bool:
+    """Tell whether an expression only reads a member, such as `facts.loan.amount_minor`."""
+    return _PATH.fullmatch(text) is not None
 
 
 def reads_only_its_column(words: list[Token]) -> bool:

@@ -15,6 +15,7 @@ import zen
 from decideonce_server.jdm_expression import (
     compiled,
     is_literal,
+    is_path,
     plain_kind,
     reads_only_its_column,
     tokens,
@@ -84,10 +85,10 @@ class _Table:
         self._is_first = content["hitPolicy"] == "first"
         self._input_field = _optional(content.get("inputField"))
         fields = {column["id"]: _optional(column.get("field")) for column in content["inputs"]}
-        self._columns = [column["id"] for column in content["inputs"] if fields[column["id"]] is not None]
-        texts = [column["field"] for column in content["inputs"] if fields[column["id"]] is not None]
-        # All columns at once: each evaluation has its cost, whatever is evaluated.
-        self._all_fields = compiled(f"[{', '.join(f'({text})' for text in texts)}]", unary=False)
+        # All that only read a member, at once: each evaluation has its cost, whatever is evaluated.
+        paths = {c["id"]: c["field"] for c in content["inputs"] if is_path(c.get("field") or "")}
+        self._path_columns = list(paths)
+        self._paths = compiled(f"[{', '.join(paths.values())}]", unary=False)
         self._plain_rows = [_plain_row(rule, content, fields) for rule in content["rules"]]
         self._labels = [rule_label(rule, i) for i, rule in enumerate(content["rules"])]
         self._rows = [
@@ -119,9 +120,9 @@ class _Table:
         return [f"{self._name}/{self._labels[index]}" for index in indices]
 
     def _column_values(self, scope: Any) -> dict[str, Any]:
-        """Give the columns' values, none where one can't be evaluated: it may be one that zen didn't reach."""
+        """Give the values of columns that only read a member; none where one can't: zen may not have reached it."""
         try:
-            return dict(zip(self._columns, self._all_fields.evaluate(scope), strict=True))
+            return dict(zip(self._path_columns, self._paths.evaluate(scope), strict=True))
         except RuntimeError:
             return {}
 

@@ -253,6 +253,21 @@ def test_column_that_fails_fails_the_decision() -> None:
         evaluate(chain(table("> 5", "", field="facts.x + 1")), {"x": "a"})
 
 
+@pytest.mark.parametrize("field", ["y = facts.x; y", "facts.x ?? 0", " facts.x ", "facts['x']"])
+def test_column_may_be_any_expression(field: str) -> None:
+    """Columns' values are found by zen, whatever their expressions are, and each by itself."""
+    two = table("> 5", "", field=field)
+    two["content"]["inputs"].append({"id": "d", "name": "Y", "field": "y"})
+    two["content"]["rules"][0]["d"] = ""
+    two["content"]["rules"][1]["d"] = "null"
+    assert ["r1", "r2"] == [evaluate(chain(two), {"x": x}).outcome for x in (6, 5)]
+
+
+def test_column_may_be_an_assignment() -> None:
+    """What can stand alone and not in a list can be published, and then is loaded too."""
+    assert "r2" == evaluate(chain(table("5", "", field="y = facts.x")), {"x": 6}).outcome
+
+
 def test_output_that_fails_fails_the_decision() -> None:
     """A rule that matches but whose output can't be evaluated fails the decision."""
     failing = table("> 5", "")
