@@ -6,14 +6,13 @@ ROLLBACK while the driver reports success: either its rows are there or it raise
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import asyncpg
 from sqlalchemy import TextClause, event, text
-from sqlalchemy.dialects.postgresql import asyncpg as sqlalchemy_asyncpg
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -49,10 +48,11 @@ SETTINGS = {
 LOCK_NOT_AVAILABLE = "55P03"
 UNIQUE_VIOLATION = "23505"
 READ_ONLY = "25006"
-# Classes of SQLSTATE after which the same statement can succeed later: connection, resources, operator's intervention
-# (a statement time-out too), system error, serialization and deadlock, read-only (it became a standby), locks.
+# After these the connection is gone.
 CONNECTION_CLASS = "08"
 FATAL = ("FATAL", "PANIC")
+# Classes of SQLSTATE after which the same statement can succeed later: connection, resources, operator's intervention
+# (a statement time-out too), system error, serialization and deadlock, read-only (it became a standby), locks.
 RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 
 # What asyncpg raises while it connects, and SQLAlchemy doesn't wrap. The last: no host takes writes now.
@@ -63,7 +63,7 @@ CONNECT_ERRORS = (
     asyncpg.exceptions.TargetServerAttributeNotMatched,
 )
 
-_DIALECT: Any = sqlalchemy_asyncpg.dialect()  # type: ignore[no-untyped-call]
+_DIALECT = URL.create("postgresql+asyncpg").get_dialect()()
 
 # For those who hand a URL on and speak no SQL.
 DatabaseUrl: TypeAlias = URL
@@ -105,7 +105,10 @@ class Row(asyncpg.Record):
 
     def __getattr__(self, name: str) -> Any:
         """Give a column's value."""
-        return self[name]
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def database_url(url: str) -> DatabaseUrl:
@@ -173,23 +176,22 @@ class Database:
         Raises:
             LedgerUnavailable: there is none, and none can be made.
         """
-        connection = self.engine.connect()
-        try:
-            await connection.start()
-        except (PoolTimeout, DBAPIError, *CONNECT_ERRORS) as error:
-            raise LedgerUnavailable from error
-        try:
-            driver: Any = (await connection.get_raw_connection()).driver_connection
+        # Left in SQLAlchemy's own way: a cancelled call gives its connection back to the end.
+        async with AsyncExitStack() as stack:
+            try:
+                connection = await stack.enter_async_context(self.engine.connect())
+            except (PoolTimeout, DBAPIError, *CONNECT_ERRORS) as error:
+                raise LedgerUnavailable from error
+            assert connection.sync_connection is not None  # noqa: S101  # it is connected
+            driver: Any = connection.sync_connection.connection.driver_connection
             yield driver
-        finally:
-            await connection.close()
 
     @contextmanager
     def _typed_errors(self, driver: "asyncpg.Connection[Any]") -> Iterator[None]:
         try:
             yield
         except asyncio.CancelledError:
-            # What comes back now would be taken for the next statement's.
+            # Before asyncpg cancels the statement, which is no way to end one: see `_answered_in_time`.
             driver.terminate()
             raise
         except asyncpg.PostgresError as error:

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from decideonce_server.catalog import DEFAULT_TOPIC, Catalog, Execution, OperationContract, OperationVersion
-from decideonce_server.database import Database, Row, Statement, UniqueViolation
+from decideonce_server.database import Database, Statement, UniqueViolation
 from decideonce_server.errors import CatalogConflict
 from decideonce_server.policy import PolicyVersion, content_digest
 
@@ -167,7 +167,7 @@ class CatalogStore:
 
     async def operation_history(self, operations: Sequence[str]) -> list[tuple[str, int, str]]:
         """List every version of these operations, newest first: name, version, digest."""
-        rows: Sequence[Row] = await self._database.run(OPERATION_HISTORY, names=list(operations))
+        rows = await self._database.run(OPERATION_HISTORY, names=list(operations))
         return [(row.operation, row.version, row.digest) for row in rows]
 
     async def publish(
