@@ -543,7 +543,8 @@ def test_document_with_a_part_in_place_of_another_is_judged(data: st.DataObject)
         if data.draw(st.booleans()):
             del around[last]
         else:
-            around[last] = data.draw(st.sampled_from(PARTS))
+            # A copy: the next part may be put into it.
+            around[last] = copy.deepcopy(data.draw(st.sampled_from(PARTS)))
     documents = {"p": json.dumps(whole), "q": chain(expression(("outcome", "'x'")))}
     if not policy_jdm.check("p", documents):
         policy_jdm.Engine().prepare(policy_jdm.bundle("p", documents))
