@@ -14,10 +14,14 @@ _CONSTANTS = {None: b"\x08\x00", False: b"\x20\x00", True: b"\x20\x01"}
 _NUMBER = b"\x11"
 _TEXT, _OBJECT, _LIST = 3, 5, 6
 _SEVEN_BITS = 0x7F
+# Most lengths are short.
+_SHORT = [bytes((number,)) for number in range(_SEVEN_BITS + 1)]
 
 
 def varint(number: int) -> bytes:
     """Encode a number, zero or more, as a base 128 varint."""
+    if number <= _SEVEN_BITS:
+        return _SHORT[number]
     encoded = bytearray()
     while number > _SEVEN_BITS:
         encoded.append(number & _SEVEN_BITS | 0x80)
@@ -28,10 +32,7 @@ def varint(number: int) -> bytes:
 
 def sized(number: int, content: bytes) -> bytes:
     """Encode a field, its number 1 to 15, that holds a text, bytes or a message."""
-    length = len(content)
-    if length <= _SEVEN_BITS:
-        return bytes((number << 3 | 2, length)) + content
-    return bytes((number << 3 | 2,)) + varint(length) + content
+    return _SHORT[number << 3 | 2] + varint(len(content)) + content
 
 
 def object_bytes(members: dict[str, Json]) -> bytes:
@@ -42,14 +43,12 @@ def object_bytes(members: dict[str, Json]) -> bytes:
 
 def value_bytes(value: Json) -> bytes:
     """Serialize a value as a Value."""
-    if isinstance(value, float):
+    if value is None or isinstance(value, bool):
+        return _CONSTANTS[value]
+    if isinstance(value, int | float):
         return _NUMBER + _DOUBLE.pack(value)
     if isinstance(value, str):
         return sized(_TEXT, value.encode())
-    if value is None or isinstance(value, bool):
-        return _CONSTANTS[value]
-    if isinstance(value, int):
-        return _NUMBER + _DOUBLE.pack(value)
     if isinstance(value, dict):
         return sized(_OBJECT, object_bytes(value))
     return sized(_LIST, b"".join([sized(1, value_bytes(item)) for item in value]))

@@ -88,7 +88,7 @@ class Evaluators:
         # By policy, in turn: the first policy is the next to be served.
         self._waiting: OrderedDict[str, deque[_Call]] = OrderedDict()
         self._lull = Lull(self._dispatch)
-        # By policy, the set of several that is under way, until it takes long.
+        # By policy, the set of quick calls that is under way, until it takes long.
         self._quick: dict[str, _Set] = {}
         # By digest, the CPU time in s of its slow evaluations, as far as they aren't forgotten.
         self._cpu_s: LRUCache[str, float] = LRUCache(PREPARED_MAX)
@@ -151,10 +151,10 @@ class Evaluators:
         while self._idle and (policy_id := self._next_policy()) is not None:
             calls = self._take(policy_id)
             if calls:
-                self._ask(calls)
+                self._begin(calls)
         self._grow()
 
-    def _ask(self, calls: "list[_Call]") -> None:
+    def _begin(self, calls: "list[_Call]") -> None:
         policy = calls[0].policy
         prepared = (evaluator for evaluator in reversed(self._idle) if policy.digest in evaluator.prepared)
         evaluator = next(prepared, self._idle[-1])
@@ -179,8 +179,8 @@ class Evaluators:
         """Tell how many calls go together from this one on: as many as are known to be quick."""
         if call.is_alone or call.policy.engine != "jdm":
             return 1
-        cpu_s = self._cpu_s.get(call.policy.digest, TOGETHER_S)
-        return min(SIZE_MAX, max(1, int(TOGETHER_S / cpu_s)))
+        cpu_s = max(self._cpu_s.get(call.policy.digest, TOGETHER_S), TOGETHER_S / SIZE_MAX)
+        return max(1, int(TOGETHER_S / cpu_s))
 
     def _take(self, policy_id: str) -> "list[_Call]":
         """Take the calls that go together off a policy's queue; none where they have left."""
@@ -188,9 +188,7 @@ class Evaluators:
         first = waiting[0]
         size = self._size(first)
         taken: list[_Call] = []
-        while waiting and len(taken) < size and waiting[0].policy.digest == first.policy.digest:
-            if len(taken) > 0 and waiting[0].is_alone:
-                break
+        while waiting and len(taken) < size and waiting[0].goes_with(first):
             call = waiting.popleft()
             if not call.result.done():
                 taken.append(call)
@@ -213,11 +211,9 @@ class Evaluators:
             self._release(set_.policy.policy_id, evaluator)
 
     async def _settle(self, evaluator: "_Evaluator", set_: "_Set") -> None:
-        is_prepared = False
         try:
             is_long = self._cpu_s.get(set_.policy.digest, 0.0) > LONG_S
             await evaluator.prepare(set_.policy, is_long=is_long)
-            is_prepared = True
             results, cpu_s = await evaluator.evaluate(set_.policy, set_.inputs, set_.seconds_max, is_long=is_long)
         except PolicyError as error:
             if isinstance(error, PolicyTimeout) and len(set_.calls) == 1:
@@ -225,6 +221,8 @@ class Evaluators:
             if isinstance(error, PolicyCrashed):
                 exit_code = await asyncio.shield(self._end(evaluator))
                 error = PolicyCrashed(f"the evaluator ended with exit code {exit_code}")
+            # Where it couldn't be prepared, it can't be for one of them either.
+            is_prepared = set_.policy.digest in evaluator.prepared
             if is_prepared and len(set_.calls) > 1 and not self._closed:
                 self._separate(set_)
             else:
@@ -291,7 +289,7 @@ class Evaluators:
 
     def _fail_next(self, text: str) -> None:
         for call in self._take(next(iter(self._waiting))):
-            call.fail(PolicyCrashed(text))
+            call.settle(PolicyCrashed(text))
 
     def _end(self, evaluator: "_Evaluator") -> asyncio.Task[int | None]:
         """Kill an evaluator; the task gives its exit code when it is gone."""
@@ -333,7 +331,10 @@ class _Call:
         self.result: asyncio.Future[Evaluation] = loop.create_future()
         self._set: _Set | None = None
 
-    def begin(self, set_: "_Set") -> None:
+    def goes_with(self, other: "_Call") -> bool:
+        return self.policy.digest == other.policy.digest and self.is_alone == other.is_alone
+
+    def begin(self, set_: "_Set | None") -> None:
         self._set = set_
         if not self.begun.done():
             self.begun.set_result(None)
@@ -345,12 +346,8 @@ class _Call:
             self.result.set_result(result)
         else:
             self.result.set_exception(result)
-
-    def fail(self, error: PolicyError) -> None:
-        """Fail before an evaluator was asked."""
-        self.settle(error)
-        if not self.begun.done():
-            self.begun.set_result(None)
+        # It may be settled without an evaluator.
+        self.begin(self._set)
 
     def leave(self) -> None:
         """Tell that nobody waits any more; a set that nobody waits for is given up, with its evaluator."""

@@ -24,7 +24,6 @@ from decideonce_server.policy import (
     Evaluate,
     Evaluation,
     Input,
-    InvalidResult,
     PolicyError,
     PolicyFailed,
     evaluation_of,
@@ -302,7 +301,7 @@ class _Prepared:
         try:
             _check_numbers(one.facts)
             return self._evaluation(response)
-        except (PolicyFailed, InvalidResult) as error:
+        except PolicyError as error:
             return error
 
     def _evaluation(self, response: Mapping[str, Any]) -> Evaluation:

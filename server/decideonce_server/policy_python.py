@@ -30,7 +30,6 @@ from decideonce_server.policy import (
     Evaluate,
     Evaluation,
     Input,
-    InvalidResult,
     PolicyError,
     PolicyFailed,
     RetryLater,
@@ -248,7 +247,7 @@ class _Prepared:
     def _result_of(self, one: Input) -> Evaluation | PolicyError:
         try:
             return self._evaluate(one)
-        except (PolicyFailed, RetryLater, InvalidResult) as error:
+        except PolicyError as error:
             return error
 
     def _evaluate(self, one: Input) -> Evaluation:

@@ -1,7 +1,8 @@
 """Makes calls of one process that come at the same moment share one statement, and with it one commit.
 
-Nobody waits for company: a member that finds no set under way goes at once, and those that come while one is under way
-go together in the next. So sets grow with the load, and a lone caller is alone.
+Nobody waits for company: a member that finds no set under way goes in the next lull of the event loop, which is at once
+where the loop has nothing else to do, and those that come while one is under way go together in the next. So sets grow
+with the load, and a lone caller is alone.
 """
 
 import asyncio
