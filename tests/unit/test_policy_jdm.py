@@ -200,6 +200,7 @@ CELLS = (
 
 @pytest.mark.parametrize("kind", ["number", "text", "boolean"])
 @given(data=st.data())
+@settings(deadline=None)
 def test_cell_called_plain_never_fails_on_its_kind(kind: str, data: st.DataObject) -> None:
     """Rows that are passed over, as nothing in them can fail, are of cells that zen has no error for."""
     cell = data.draw(st.sampled_from(CELLS))
@@ -532,7 +533,7 @@ def places(part: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | 
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_document_with_a_part_in_place_of_another_is_judged(data: st.DataObject) -> None:
     """Whatever is missing or of another kind is refused, or what is left can be loaded; nothing is crashed on."""
     whole = json.loads(chain(table("> 5", "'a', 'b'"), expression(("outcome", "'x'"))))
