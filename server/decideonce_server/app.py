@@ -396,7 +396,7 @@ async def _running(settings: Settings) -> AsyncIterator[Parts]:
         await parts.evaluators.start()
         parts.leases.start()
         await parts.catalog.refresh()
-        # All that is there now stays. A collection that looks through it holds every call up, by 50 ms.
+        # All that is there now stays. A collection that looks through it holds up every call, by tens of milliseconds.
         gc.collect()
         gc.freeze()
         yield parts
