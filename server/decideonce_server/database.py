@@ -6,7 +6,7 @@ ROLLBACK while the driver reports success: either its rows are there or it raise
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import asyncpg
 from sqlalchemy import TextClause, event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError
+from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError, InvalidRequestError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -30,6 +30,7 @@ STATEMENT_TIMEOUT_MS = 5_000
 ANSWER_TIMEOUT_S = 7.0
 CONNECT_TIMEOUT_S = 3.0
 POOL_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 2.0
 
 SETTINGS = {
     "application_name": "decideonce",
@@ -55,13 +56,10 @@ FATAL = ("FATAL", "PANIC")
 # (a statement time-out too), system error, serialization and deadlock, read-only (it became a standby), locks.
 RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 
-# What asyncpg raises while it connects, and SQLAlchemy doesn't wrap. The last: no host takes writes now.
-CONNECT_ERRORS = (
-    OSError,
-    asyncpg.PostgresError,
-    asyncpg.InterfaceError,
-    asyncpg.exceptions.TargetServerAttributeNotMatched,
-)
+# What asyncpg raises for a connection that is gone. The last: its session has ended and its socket is still open.
+LOST_ERRORS = (OSError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+# What asyncpg raises while it connects, and SQLAlchemy doesn't wrap; also that no host takes writes now.
+CONNECT_ERRORS = (asyncpg.PostgresError, *LOST_ERRORS)
 
 _DIALECT = URL.create("postgresql+asyncpg").get_dialect()()
 
@@ -180,7 +178,8 @@ class Database:
         async with AsyncExitStack() as stack:
             try:
                 connection = await stack.enter_async_context(self.engine.connect())
-            except (PoolTimeout, DBAPIError, *CONNECT_ERRORS) as error:
+            # The pool calls it an invalid request where what it has just made is closed again and again.
+            except (PoolTimeout, DBAPIError, InvalidRequestError, *CONNECT_ERRORS) as error:
                 raise LedgerUnavailable from error
             assert connection.sync_connection is not None  # noqa: S101  # it is connected
             driver: Any = connection.sync_connection.connection.driver_connection
@@ -208,7 +207,7 @@ class Database:
             if sqlstate.startswith(RETRYABLE_CLASSES):
                 raise LedgerUnavailable from error
             raise
-        except (asyncpg.InterfaceError, OSError) as error:
+        except LOST_ERRORS as error:
             self._leave()
             raise ConnectionLost from error
 
@@ -223,8 +222,10 @@ class Database:
         measures.gauge("pool_checked_out", "Connections to Postgres that are in use", pool.checkedout)
 
     async def close(self) -> None:
-        """Close all connections."""
-        await self.engine.dispose()
+        """Close all connections; one whose server doesn't answer is left to end with the process."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.engine.dispose()
 
 
 @contextmanager
