@@ -12,6 +12,8 @@ from decideonce_server.values import Json
 _DOUBLE = Struct("<d")
 _CONSTANTS = {None: b"\x08\x00", False: b"\x20\x00", True: b"\x20\x01"}
 _NUMBER = b"\x11"
+_NUMBER_ITEM = b"\x0a\x09" + _NUMBER
+_NUMBERS = (int, float)
 _TEXT, _OBJECT, _LIST = 3, 5, 6
 _SEVEN_BITS = 0x7F
 # Most lengths are short.
@@ -51,4 +53,9 @@ def value_bytes(value: Json) -> bytes:
         return sized(_TEXT, value.encode())
     if isinstance(value, dict):
         return sized(_OBJECT, object_bytes(value))
-    return sized(_LIST, b"".join([sized(1, value_bytes(item)) for item in value]))
+    items = [
+        # Of numbers lists can have many.
+        _NUMBER_ITEM + _DOUBLE.pack(item) if type(item) in _NUMBERS else sized(1, value_bytes(item))
+        for item in value
+    ]
+    return sized(_LIST, b"".join(items))

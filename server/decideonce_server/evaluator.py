@@ -35,6 +35,7 @@ from decideonce_server.evaluator_process import (
     message,
     question,
 )
+from decideonce_server.giving_way import give_way, take_part
 from decideonce_server.lull import Lull
 from decideonce_server.policy import Effect, Evaluation, PolicyCrashed, PolicyError, PolicyTimeout, PolicyVersion
 from decideonce_server.values import Json
@@ -43,14 +44,10 @@ from decideonce_server.values import Json
 # busy machine; budgets are meant for decisions. It is bounded all the same: the lease is renewed while it goes on.
 PREPARE_SECONDS_MAX = 10.0
 
-# Those that this process may use; none where the system has no say in it (outside Linux).
-CORES: Sequence[int] = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
-
 # More versions than a deployment has active at once; a prepared one holds a module or a parsed document.
 PREPARED_MAX = 64
 
-# An evaluation that takes this long goes on on half of the cores: those that run away leave the other half to calls, to
-# Postgres beside them, and to short evaluations. Giving way by priority alone costs each step of a call a time slice.
+# An evaluation that takes this long gives way to calls, to Postgres beside them, and to short evaluations.
 LONG_S = 0.02
 
 # Calls go together that take so much CPU time at most, in s: it is what the first of them waits for the last.
@@ -157,7 +154,8 @@ class Evaluators:
     def _begin(self, calls: "list[_Call]") -> None:
         policy = calls[0].policy
         prepared = (evaluator for evaluator in reversed(self._idle) if policy.digest in evaluator.prepared)
-        evaluator = next(prepared, self._idle[-1])
+        # What is prepared for others is lost with an evaluator that has to be killed.
+        evaluator = next(prepared, None) or min(self._idle, key=lambda idle: len(idle.prepared))
         self._idle.remove(evaluator)
         self._busy[policy.policy_id] += 1
         set_ = _Set(policy, calls)
@@ -398,7 +396,7 @@ class _Evaluator:
         self.is_clean = True
         self.idle_since = time.monotonic()
         self.ending: asyncio.Task[int | None] | None = None
-        self._cores: Sequence[int] = CORES
+        self._gives_way = False
 
     @classmethod
     async def start(cls, fork_server: "_ForkServer") -> "_Evaluator":
@@ -418,7 +416,7 @@ class _Evaluator:
         return self._reader.at_eof() or self._reader.exception() is not None
 
     async def prepare(self, policy: PolicyVersion, *, is_long: bool) -> None:
-        """Have a version ready; one that is known to take long is held to half of the cores from the start."""
+        """Have a version ready; one that is known to take long gives way from the start."""
         if policy.digest in self.prepared:
             self.prepared.move_to_end(policy.digest)
             return
@@ -446,11 +444,11 @@ class _Evaluator:
 
     async def _ask(self, request: bytes, seconds_max: float, *, is_long: bool) -> dict[str, Any]:
         if is_long:
-            self._confine()
+            self._give_way()
         started = time.monotonic()
         self.is_clean = False
         self._writer.write(request)
-        confining = asyncio.get_running_loop().call_later(LONG_S, self._confine)
+        giving_way = asyncio.get_running_loop().call_later(LONG_S, self._give_way)
         try:
             async with asyncio.timeout(seconds_max):
                 length = await self._reader.readexactly(LENGTH.size)
@@ -463,23 +461,19 @@ class _Evaluator:
                 raise PolicyTimeout(f"it did not end within {seconds_max:g} s") from None
             raise PolicyCrashed("the evaluator ended") from None
         finally:
-            confining.cancel()
+            giving_way.cancel()
         # One that didn't answer is never used again, and its pid may soon be another's.
-        self._set_cores(CORES)
+        if self._gives_way and self.ending is None:
+            take_part(self._pid)
+            self._gives_way = False
         self.is_clean = True
         return answer
 
-    def _confine(self) -> None:
-        # The last ones: where there is a choice, the kernel fills the first ones first.
-        self._set_cores(CORES[-(-len(CORES) // 2) :])
-
-    def _set_cores(self, cores: Sequence[int]) -> None:
-        if cores and cores != self._cores and self.ending is None:
-            self._cores = cores
-            # It may be gone; its pid is its own until it is reaped. An engine may work in threads of its own.
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                for thread in Path(f"/proc/{self._pid}/task").iterdir():
-                    os.sched_setaffinity(int(thread.name), cores)
+    def _give_way(self) -> None:
+        # Its pid is its own until it is reaped. An engine may have begun more threads since.
+        if self.ending is None:
+            give_way(self._pid)
+            self._gives_way = True
 
     def kill(self) -> None:
         # The pid is this evaluator's until the fork server reaps it, which it does only when asked.

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import psutil
@@ -20,6 +23,7 @@ import uvloop
 
 from decideonce_server import evaluator, evaluator_process, policy_jdm
 from decideonce_server.evaluator import Evaluators
+from decideonce_server.giving_way import LONG_SLICE_NS
 from decideonce_server.policy import (
     Effect,
     Evaluation,
@@ -340,16 +344,31 @@ async def test_a_slow_policy_has_half_of_the_evaluators(evaluators: Evaluators, 
     assert list(range(10)) == [(await call).outputs["n"] for call in calls]
 
 
-async def test_a_long_evaluation_leaves_half_of_the_cores_to_others(evaluators: Evaluators, gate: Gate) -> None:
-    """An evaluation that goes on for long is held to half of the cores; its evaluator has all of them after it."""
+# Earlier kernels don't let a process choose how long its slices of time are.
+HAS_SLICES = tuple(map(int, platform.release().split(".")[:2])) >= (6, 12)
+SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}[platform.machine()]
+
+
+def slice_ns(pid: int) -> int:
+    """Tell how long the slices of a process are, in ns."""
+    attributes = Struct("<IIQiIQQQ")
+    read = ctypes.create_string_buffer(attributes.size)
+    assert 0 == ctypes.CDLL(None).syscall(SCHED_GETATTR, pid, read, attributes.size, 0)
+    return attributes.unpack(read.raw)[5]
+
+
+async def test_a_long_evaluation_gives_way_to_others(evaluators: Evaluators, gate: Gate) -> None:
+    """An evaluation that goes on for long is held to half of the cores, in long slices; what comes after it is not."""
     call = asyncio.create_task(evaluate(evaluators, version(GATED), gate.facts, DECISION, AMPLE))
     process = psutil.Process(await gate.running())
     every = process.cpu_affinity()
     half = every[-(-len(every) // 2) :] or every
+    usual_ns = slice_ns(process.pid)
     await until(lambda: half == process.cpu_affinity())
+    assert (LONG_SLICE_NS if HAS_SLICES else usual_ns) == slice_ns(process.pid)
     gate.open()
     await call
-    assert every == process.cpu_affinity()
+    assert (every, usual_ns) == (process.cpu_affinity(), slice_ns(process.pid))
 
 
 async def test_an_engine_that_works_in_threads_is_held_with_all_of_them(evaluators: Evaluators) -> None:
@@ -382,6 +401,15 @@ async def test_policy_that_ran_away_begins_on_half_of_the_cores(evaluators: Eval
         await evaluate(evaluators, burning, {"burns": True}, DECISION, SHORT)
     half = every[-(-len(every) // 2) :] or every
     assert half == (await evaluate(evaluators, burning, {"burns": False}, DECISION, AMPLE)).outputs["cores"]
+
+
+async def test_what_is_prepared_for_others_is_spared(gate: Gate) -> None:
+    """A version that no evaluator has ready gets the one that has the least ready: it may have to be killed."""
+    async with running(size_max=4, warm=2) as evaluators:
+        first = await echo(evaluators)
+        with pytest.raises(PolicyTimeout):
+            await evaluate(evaluators, version(GATED), gate.facts, DECISION, SHORT)
+        assert first["pid"] == (await echo(evaluators))["pid"]
 
 
 async def test_policies_are_served_in_turn(gate: Gate) -> None:
@@ -570,6 +598,7 @@ PROGRAM = """
 import asyncio, signal, sys
 from datetime import timedelta
 from decideonce_server.evaluator import Evaluators
+from decideonce_server.giving_way import LONG_SLICE_NS
 from decideonce_server.policy import PolicyVersion
 
 async def main():

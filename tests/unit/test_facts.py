@@ -485,6 +485,28 @@ def test_number_that_is_not_exact_is_refused(number: float) -> None:
     assert ["facts/a/0"] == [violation.field for violation in caught.value.violations]
 
 
+# A text of seven bytes is serialized as long as a number, and one of two numbers as long as two of them.
+ITEMS = st.floats() | st.integers(-(2**53), 2**53) | st.sampled_from(["1234567", None, True, [1.5], -0.0, 2.0**53])
+
+
+def read(item: Any) -> Any:
+    """Read an item, and give its value, or where it is at fault and the rule that it breaks."""
+    struct = struct_pb2.Struct()
+    struct.update({"item": item})
+    try:
+        return values.from_struct(struct)["item"]
+    except values.ValueFault as fault:
+        return fault.path, fault.rule
+
+
+@given(st.lists(ITEMS, max_size=6) | st.lists(st.floats(), min_size=1))
+def test_list_is_read_as_its_items_are(items: list[Any]) -> None:
+    """Each item of a list is read as by itself, also where all are numbers; the first at fault is named."""
+    alone = [read(item) for item in items]
+    faults = [(f"/item/{place}", one[1]) for place, one in enumerate(alone) if isinstance(one, tuple)]
+    assert repr(faults[0] if faults else alone) == repr(read(items))
+
+
 def test_policy_sees_integers_as_integers() -> None:
     """1.0 is seen as 1 and -0.0 as 0, so that rules with whole numbers match (google/cel-go#203, protobuf#7062)."""
     struct = struct_pb2.Struct()
