@@ -5,19 +5,16 @@ ROLLBACK while the driver reports success: either its rows are there or it raise
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import asyncpg
-from sqlalchemy import TextClause, event, text
+from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError, InvalidRequestError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.exc import ArgumentError
 
 from decideonce_server import measures
 from decideonce_server.errors import LedgerUnavailable
@@ -58,7 +55,7 @@ RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 
 # What asyncpg raises for a connection that is gone. The last: its session has ended and its socket is still open.
 LOST_ERRORS = (OSError, asyncpg.InterfaceError, asyncpg.InternalClientError)
-# What asyncpg raises while it connects, and SQLAlchemy doesn't wrap; also that no host takes writes now.
+# What asyncpg raises while it connects; also that no host takes writes now.
 CONNECT_ERRORS = (asyncpg.PostgresError, *LOST_ERRORS)
 
 _DIALECT = URL.create("postgresql+asyncpg").get_dialect()()
@@ -87,14 +84,9 @@ class Statement:
     sql: str
 
     @cached_property
-    def clause(self) -> TextClause:
-        """The statement as SQLAlchemy takes it."""
-        return text(f"/* {self.name} */ {self.sql}")
-
-    @cached_property
     def compiled(self) -> tuple[str, tuple[str, ...]]:
         """The statement as asyncpg takes it, and the names of its parameters in their order."""
-        compiled: Any = self.clause.compile(dialect=_DIALECT)
+        compiled: Any = text(f"/* {self.name} */ {self.sql}").compile(dialect=_DIALECT)
         return str(compiled), tuple(compiled.positiontup)
 
 
@@ -124,33 +116,53 @@ def database_url(url: str) -> DatabaseUrl:
     return parsed.set(drivername="postgresql+asyncpg")
 
 
+class Connector:
+    """Makes connections to a URL's hosts: one by one, each with a time-out of its own, the last good one first.
+
+    asyncpg's time-out is for all of them together: one that hangs would use up the others' time.
+    """
+
+    def __init__(self, url: DatabaseUrl) -> None:
+        _, self._options = _DIALECT.create_connect_args(url)
+        hosts, ports = self._options.pop("host", None), self._options.pop("port", None)
+        self._addresses = list(zip(hosts, ports, strict=True)) if isinstance(hosts, list) else [(hosts, ports)]
+
+    @property
+    def seconds_max(self) -> float:
+        """How long it takes at most, in s."""
+        return CONNECT_TIMEOUT_S * len(self._addresses)
+
+    async def __call__(self, dsn: str | None = None, **options: Any) -> "asyncpg.Connection[Row]":  # noqa: ARG002
+        """Connect; what a pool gives as its own URL is none.
+
+        Raises:
+            CONNECT_ERRORS: no host can be connected to; it is what the last one gave.
+        """
+        for address in tuple(self._addresses):
+            host, port = address
+            options |= {"host": host, "port": port, "timeout": CONNECT_TIMEOUT_S}
+            try:
+                connection: asyncpg.Connection[Row] = await asyncpg.connect(**self._options, **options)
+            except CONNECT_ERRORS as error:
+                refusal = error
+                self._addresses = [*(other for other in self._addresses if other != address), address]
+            else:
+                return connection
+        raise refusal
+
+
 class Database:
-    """A pool of connections that run one statement at a time, each in a transaction of its own."""
+    """A pool of connections that run one statement at a time, each in a transaction of its own.
+
+    One instance belongs to the event loop that first runs a statement.
+    """
 
     def __init__(self, url: DatabaseUrl, *, pool_size: int = 10) -> None:
-        self.engine: AsyncEngine = create_async_engine(
-            url,
-            isolation_level="AUTOCOMMIT",
-            pool_size=pool_size,
-            max_overflow=0,
-            pool_timeout=POOL_TIMEOUT_S,
-            pool_pre_ping=False,
-            hide_parameters=True,
-            connect_args={"server_settings": SETTINGS, "timeout": CONNECT_TIMEOUT_S},
-        )
-        # Connections that were made before are given up where they are found.
-        self._era = 0
-        event.listen(self.engine.sync_engine, "connect", self._mark)
-        event.listen(self.engine.sync_engine, "checkout", self._refuse_gone)
-        connect_to_one(self.engine)
-
-    def _mark(self, _connection: Any, pooled: ConnectionPoolEntry) -> None:
-        pooled.info["era"] = self._era
-
-    def _refuse_gone(self, connection: Any, pooled: ConnectionPoolEntry, _proxy: Any) -> None:
-        """Have the pool make another connection in place of one that is closed or of an era that is over."""
-        if connection.driver_connection.is_closed() or pooled.info["era"] != self._era:
-            raise DisconnectionError
+        self.url = url
+        self._pool_size = pool_size
+        self._connector = Connector(url)
+        self._acquire_s_max = POOL_TIMEOUT_S + self._connector.seconds_max
+        self._pool: asyncpg.Pool[Row] | None = None
 
     async def run(self, statement: Statement, **parameters: Any) -> Sequence[Row]:
         """Run one statement and give its rows.
@@ -162,103 +174,97 @@ class Database:
             LedgerUnavailable: Postgres can't be reached or can't do it now.
         """
         sql, names = statement.compiled
-        async with self._connection() as driver:
-            # Straight to the driver: SQLAlchemy's own way costs three times what the driver does with a statement.
-            with _answered_in_time(driver), self._typed_errors(driver):
-                return await driver.fetch(sql, *[parameters[name] for name in names], record_class=Row)
-
-    @asynccontextmanager
-    async def _connection(self) -> "AsyncIterator[asyncpg.Connection[Any]]":
-        """Give a connection of the pool to one statement.
-
-        Raises:
-            LedgerUnavailable: there is none, and none can be made.
-        """
-        # Left in SQLAlchemy's own way: a cancelled call gives its connection back to the end.
-        async with AsyncExitStack() as stack:
-            try:
-                connection = await stack.enter_async_context(self.engine.connect())
-            # The pool calls it an invalid request where what it has just made is closed again and again.
-            except (PoolTimeout, DBAPIError, InvalidRequestError, *CONNECT_ERRORS) as error:
-                raise LedgerUnavailable from error
-            assert connection.sync_connection is not None  # noqa: S101  # it is connected
-            driver: Any = connection.sync_connection.connection.driver_connection
-            yield driver
-
-    @contextmanager
-    def _typed_errors(self, driver: "asyncpg.Connection[Any]") -> Iterator[None]:
+        arguments = [parameters[name] for name in names]
+        pool = self._pool or await self._open()
         try:
-            yield
+            connection = await pool.acquire(timeout=self._acquire_s_max)
+        except CONNECT_ERRORS as error:
+            raise LedgerUnavailable from error
+        try:
+            with _answered_in_time(connection):
+                return await connection.fetch(sql, *arguments)
         except asyncio.CancelledError:
             # Before asyncpg cancels the statement, which is no way to end one: see `_answered_in_time`.
-            driver.terminate()
+            _cut(connection)
             raise
-        except asyncpg.PostgresError as error:
-            sqlstate = error.sqlstate or ""
-            is_lost = driver.is_closed() or error.severity_en in FATAL or sqlstate.startswith(CONNECTION_CLASS)
-            if is_lost or sqlstate == READ_ONLY:
-                self._leave()
-            if is_lost:
-                raise ConnectionLost from error
-            if sqlstate == LOCK_NOT_AVAILABLE:
-                raise LockTimeout from error
-            if sqlstate == UNIQUE_VIOLATION:
-                raise UniqueViolation from error
-            if sqlstate.startswith(RETRYABLE_CLASSES):
-                raise LedgerUnavailable from error
-            raise
-        except LOST_ERRORS as error:
-            self._leave()
-            raise ConnectionLost from error
+        except (asyncpg.PostgresError, *LOST_ERRORS) as error:
+            typed = _typed(error)
+            if isinstance(typed, ConnectionLost) or getattr(error, "sqlstate", None) == READ_ONLY:
+                # The others go too: their server is gone, hangs, or became a standby.
+                _cut(connection)
+                await pool.expire_connections()
+            if typed is None:
+                raise
+            raise typed from error
+        finally:
+            await pool.release(connection)
 
-    def _leave(self) -> None:
-        """Give up all connections made so far: their server is gone, hangs, or became a standby."""
-        self._era += 1
+    async def _open(self) -> "asyncpg.Pool[Row]":
+        self._pool = asyncpg.create_pool(
+            connect=self._connector,
+            server_settings=SETTINGS,
+            min_size=0,
+            max_size=self._pool_size,
+            record_class=Row,
+            # Nothing is left on a connection, and one is kept for as long as it serves.
+            reset=_leave_as_it_is,
+            max_queries=2**63,
+            max_inactive_connection_lifetime=0,
+        )
+        # It makes no connection yet.
+        return await self._pool
 
     def measure_use(self) -> None:
         """Tell from now on how many connections the pool may have, and how many are in use."""
-        pool: Any = self.engine.pool
-        measures.gauge("pool_size", "Connections to Postgres that this process may use at once", pool.size)
-        measures.gauge("pool_checked_out", "Connections to Postgres that are in use", pool.checkedout)
+
+        def in_use() -> int:
+            return self._pool.get_size() - self._pool.get_idle_size() if self._pool is not None else 0
+
+        measures.gauge(
+            "pool_size", "Connections to Postgres that this process may use at once", lambda: self._pool_size
+        )
+        measures.gauge("pool_checked_out", "Connections to Postgres that are in use", in_use)
 
     async def close(self) -> None:
-        """Close all connections; one whose server doesn't answer is left to end with the process."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.engine.dispose()
+        """Close all connections; one whose server doesn't answer is cut."""
+        if self._pool is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._pool.close()
+
+
+async def _leave_as_it_is(_connection: object) -> None:
+    pass
+
+
+def _typed(error: Exception) -> Exception | None:
+    """Give what those who run statements are told of an error; None for one that no retry would mend."""
+    if not isinstance(error, asyncpg.PostgresError):
+        return ConnectionLost()
+    sqlstate = error.sqlstate or ""
+    if error.severity_en in FATAL or sqlstate.startswith(CONNECTION_CLASS):
+        return ConnectionLost()
+    if sqlstate == LOCK_NOT_AVAILABLE:
+        return LockTimeout()
+    if sqlstate == UNIQUE_VIOLATION:
+        return UniqueViolation()
+    return LedgerUnavailable() if sqlstate.startswith(RETRYABLE_CLASSES) else None
 
 
 @contextmanager
-def _answered_in_time(driver: "asyncpg.Connection[Any]") -> Iterator[None]:
+def _answered_in_time(connection: "asyncpg.pool.PoolConnectionProxy[Row]") -> Iterator[None]:
     """Cut a connection whose server doesn't answer.
 
     The statement is not cancelled: a commit that waits for a synchronous standby would then pass for done without it.
     """
-    cut = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, driver.terminate)
+    cut = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, _cut, connection)
     try:
         yield
     finally:
         cut.cancel()
 
 
-def connect_to_one(engine: AsyncEngine) -> None:
-    """Have an engine try the hosts of its URL one by one, each with a time-out of its own, the last good one first.
-
-    asyncpg's time-out is for all of them together: one that hangs would use up the others' time.
-    """
-    addresses: list[tuple[str, int]] = []
-
-    def connect(dialect: Any, _record: Any, arguments: list[Any], parameters: dict[str, Any]) -> Any:
-        nonlocal addresses
-        if not isinstance(parameters.get("host"), list):
-            return None
-        addresses = addresses or list(zip(parameters["host"], parameters["port"], strict=True))
-        for host, port in tuple(addresses):
-            try:
-                return dialect.connect(*arguments, **(parameters | {"host": host, "port": port}))
-            except CONNECT_ERRORS as error:
-                refusal = error
-                addresses = [*(a for a in addresses if a != (host, port)), (host, port)]
-        raise refusal
-
-    event.listen(engine.sync_engine, "do_connect", connect)
+def _cut(connection: "asyncpg.pool.PoolConnectionProxy[Row]") -> None:
+    # One that was cut already has left the pool.
+    with suppress(asyncpg.InterfaceError):
+        connection.terminate()

@@ -151,9 +151,16 @@ class Decide:
         return completed
 
     async def _complete(self, end: Completion, lease: timedelta) -> Record | None:
-        """Record the end of an attempt, as long as its lease may last; None where the attempt is no longer the key's.
+        """Record the end of an attempt, for as long as its lease; None where the attempt is no longer the key's."""
+        try:
+            return await self._ledger.complete(end)
+        except LedgerUnavailable:
+            return await self._complete_again(end, lease)
 
-        Where the connection was lost around the commit, the record is read on a new one before anything else.
+    async def _complete_again(self, end: Completion, lease: timedelta) -> Record | None:
+        """Record the end of an attempt where the connection was lost around a commit that may have been made.
+
+        So the record is read on a new one before anything else.
         """
         trying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(LedgerUnavailable),
@@ -161,16 +168,14 @@ class Decide:
             stop=tenacity.stop_after_delay(lease),
             reraise=True,
         )
-        is_unknown = False
-        async for turn in trying:
-            with turn:
-                if is_unknown:
-                    record = await self._ledger.read(end.key)
-                    if record is not None and record.response == end.response:
-                        return record
-                is_unknown = True
-                return await self._ledger.complete(end)
-        return None
+
+        async def complete() -> Record | None:
+            record = await self._ledger.read(end.key)
+            if record is not None and record.response == end.response:
+                return record
+            return await self._ledger.complete(end)
+
+        return await trying(complete)
 
 
 def _failure(failure: Failure, record: Record, contract: OperationContract) -> Failure:

@@ -21,11 +21,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, BinaryIO, Final, NoReturn
 
 from decideonce_server import policy_jdm, policy_python
 from decideonce_server.policy import (
+    Effect,
     Engine,
     EngineName,
     Evaluate,
@@ -72,8 +72,15 @@ def question(digest: str, inputs: Sequence[tuple[bytes, dict[str, Any]]], second
     return _framed(head[:-1] + b',"inputs":[' + pairs + b"]}")
 
 
+def _members(value: Evaluation | Effect) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), default=_members)
+
+
 def _json(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode("ascii")
+    return _ENCODER.encode(content).encode("ascii")
 
 
 def _framed(text: bytes) -> bytes:
@@ -178,7 +185,7 @@ def _answer(request: dict[str, Any], prepared: dict[str, Evaluate]) -> bytes:
 
 def _text_of(result: Evaluation | PolicyError) -> bytes:
     if isinstance(result, Evaluation):
-        text = _json({"evaluation": asdict(result)})
+        text = _json({"evaluation": result})
         if len(text) <= RESULT_BYTES_MAX:
             return text
         result = InvalidResult(f"the result must not exceed {RESULT_BYTES_MAX} bytes as JSON")

@@ -237,9 +237,10 @@ def is_literal(text: str) -> bool:
     return _LITERAL.fullmatch(text) is not None
 
 
-def is_path(text: str) -> bool:
-    """Tell whether an expression only reads a member, such as `facts.loan.amount_minor`."""
-    return _PATH.fullmatch(text) is not None
+def member_path(text: str) -> tuple[str, ...] | None:
+    """Give the names of an expression that only reads a member, such as `facts.loan.amount_minor`; None for others."""
+    names = tuple(text.strip(" ").split("."))
+    return names if _PATH.fullmatch(text) and names[0] not in _CLOSED_WORDS else None
 
 
 def reads_only_its_column(words: list[Token]) -> bool:

@@ -15,7 +15,7 @@ import zen
 from decideonce_server.jdm_expression import (
     compiled,
     is_literal,
-    is_path,
+    member_path,
     plain_kind,
     reads_only_its_column,
     tokens,
@@ -85,10 +85,8 @@ class _Table:
         self._is_first = content["hitPolicy"] == "first"
         self._input_field = _optional(content.get("inputField"))
         fields = {column["id"]: _optional(column.get("field")) for column in content["inputs"]}
-        # All that only read a member, at once: each evaluation has its cost, whatever is evaluated.
-        paths = {c["id"]: c["field"] for c in content["inputs"] if is_path(c.get("field") or "")}
-        self._path_columns = list(paths)
-        self._paths = compiled(f"[{', '.join(paths.values())}]", unary=False)
+        paths = {column["id"]: member_path(column.get("field") or "") for column in content["inputs"]}
+        self._paths = {column: path for column, path in paths.items() if path is not None}
         self._plain_rows = [_plain_row(rule, content, fields) for rule in content["rules"]]
         self._labels = [rule_label(rule, i) for i, rule in enumerate(content["rules"])]
         self._rows = [
@@ -120,11 +118,17 @@ class _Table:
         return [f"{self._name}/{self._labels[index]}" for index in indices]
 
     def _column_values(self, scope: Any) -> dict[str, Any]:
-        """Give the values of columns that only read a member; none where one can't: zen may not have reached it."""
-        try:
-            return dict(zip(self._path_columns, self._paths.evaluate(scope), strict=True))
-        except RuntimeError:
-            return {}
+        """Give the values of columns that only read a member that is there; of others zen knows more."""
+        found = {}
+        for column, path in self._paths.items():
+            value = scope
+            for name in path:
+                if not isinstance(value, dict) or name not in value:
+                    break
+                value = value[name]
+            else:
+                found[column] = value
+        return found
 
     def _prove(self, index: int, scope: Any, values: dict[str, Any]) -> None:
         """Evaluate a row that zen didn't take; `values` keeps the columns' values, which all rows share."""

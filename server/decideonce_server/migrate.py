@@ -10,7 +10,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from decideonce_server.database import CONNECT_ERRORS, CONNECT_TIMEOUT_S, connect_to_one
+from decideonce_server.database import CONNECT_ERRORS, Connector
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -53,8 +53,7 @@ class DatabaseUnreachable(Exception):
 
 @asynccontextmanager
 async def _connection(url: URL) -> AsyncIterator[AsyncConnection]:
-    engine = create_async_engine(url, poolclass=NullPool, connect_args={"timeout": CONNECT_TIMEOUT_S})
-    connect_to_one(engine)
+    engine = create_async_engine(url, poolclass=NullPool, async_creator=Connector(url))
     try:
         try:
             connection = await engine.connect()

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import text
 
 from decideonce.v1 import decision_service_pb2 as wire
-from decideonce_server.database import Database
+from decideonce_server.database import Database, Row
 from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Key, Ledger, Reservation
 from harness import make_token, new_key, write_catalog
@@ -228,7 +227,7 @@ async def test_lease_is_renewed_while_the_loop_is_blocked(database) -> None:
     """A process whose event loop is blocked for several leases keeps the lease of its attempt."""
     ledger, lease = Ledger(database), timedelta(milliseconds=300)
     (attempt,) = await ledger.reserve([reservation(lease=lease)])
-    leases = LeaseKeeper(Database(database.engine.url, pool_size=1))
+    leases = LeaseKeeper(Database(database.url, pool_size=1))
     leases.start()
     try:
         with leases.renewing(attempt.record, lease, timedelta(seconds=10)):
@@ -241,19 +240,17 @@ async def test_lease_is_renewed_while_the_loop_is_blocked(database) -> None:
     assert not record.is_abandoned
 
 
-async def test_lease_begins_when_its_statement_does(database) -> None:
+async def test_lease_begins_when_its_statement_does(observer) -> None:
     """A lease is counted from the reservation's own moment, though its transaction began long before.
 
     sourcegraph/sourcegraph-public-snapshot PR#10751: now() stood still in a transaction.
     """
     lease = timedelta(seconds=2)
-    async with database.engine.connect() as connection:
-        await connection.execute(text("BEGIN"))
-        await connection.execute(text("SELECT pg_sleep(1)"))
-        await Ledger(_Session(connection)).reserve([reservation(lease=lease)])
-        row = await connection.execute(text("SELECT lease_expires_at - clock_timestamp() FROM ledger"))
-        await connection.execute(text("COMMIT"))
-    assert timedelta(seconds=1.9) < row.scalar_one() <= lease
+    async with observer.transaction():
+        await observer.execute("SELECT pg_sleep(1)")
+        await Ledger(_Session(observer)).reserve([reservation(lease=lease)])
+        left = await observer.fetchval("SELECT lease_expires_at - clock_timestamp() FROM ledger")
+    assert timedelta(seconds=1.9) < left <= lease
 
 
 class _Session:
@@ -263,7 +260,8 @@ class _Session:
         self._connection = connection
 
     async def run(self, statement, **parameters):
-        return (await self._connection.execute(statement.clause, parameters)).all()
+        sql, names = statement.compiled
+        return await self._connection.fetch(sql, *[parameters[name] for name in names], record_class=Row)
 
 
 def reservation(lease: timedelta) -> Reservation:

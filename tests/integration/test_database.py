@@ -5,9 +5,7 @@ from collections.abc import AsyncIterator
 
 import asyncpg
 import pytest
-from sqlalchemy import event
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DisconnectionError
 
 from decideonce_server.database import CLOSE_TIMEOUT_S, ConnectionLost, Database, Statement
 from decideonce_server.errors import LedgerUnavailable
@@ -92,17 +90,15 @@ async def test_close_beside_a_server_that_does_not_answer(relayed: Database) -> 
         await relayed.close()
 
 
-async def test_connections_that_end_as_soon_as_they_are_made(database: Database) -> None:
+async def test_connections_that_end_as_soon_as_they_are_made(database_url: URL) -> None:
     """A server that ends each new connection at once is an outage, and no defect."""
-
-    def end(*_: object) -> None:
-        raise DisconnectionError
-
-    event.listen(database.engine.sync_engine, "checkout", end)
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    database = Database(database_url.set(host="127.0.0.1", port=port, query={"ssl": "disable"}))
     with pytest.raises(LedgerUnavailable):
         await database.run(SESSION)
-    event.remove(database.engine.sync_engine, "checkout", end)
-    assert 1 == len(await database.run(SESSION))
+    await database.close()
+    server.close()
 
 
 async def test_value_that_no_statement_can_take(database: Database) -> None:
