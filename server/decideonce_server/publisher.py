@@ -118,7 +118,10 @@ class Publisher:
                 await self._stopping.wait()
 
     async def _round(self) -> float:
-        """Publish what waits, up to one set of each key's next events and theirs; tell when the next may begin, in s."""
+        """Publish what waits, up to one set of each key's next events and theirs.
+
+        Gives the time from its beginning to the next one's, in s, if it doesn't take longer itself.
+        """
         await self._hold()
         await self._count()
         events = await self._outbox.waiting(self._buckets, SET_MAX) if self._buckets else []
