@@ -221,7 +221,9 @@ P99_DRIFT_MAX = 1.3
 
 def growth(content: Content) -> str:
     """Write everything that a run of `growth.py` found."""
-    parts = [_size(content["size"])] if "size" in content else []
+    parts = [f"Measured {content['made'][:10]} at {content['machine']['commit']}."]
+    if "size" in content:
+        parts.append(_size(content["size"]))
     if "time" in content:
         parts.append(_time(content["time"]))
     parts.append(table(["goal", "bound", "median (least to most)", ""], [goal.row for goal in growth_goals(content)]))

@@ -128,7 +128,7 @@ async def test_growth_is_measured() -> None:
     out = io.StringIO()
     size = await growth.at_size(workers=1, rows=20_000, rounds=1, seconds=1, out=out)
     time = await growth.over_time(workers=1, minutes=10, minute_s=1.0, out=out)
-    content = {"size": size, "time": time}
+    content = {"made": "2026-01-02T03:04:05", "machine": throughput.machine(), "size": size, "time": time}
     assert ["first few", "replay few", "first many", "replay many"] == list(size["runs"])
     assert 4 == len(list(tables.growth_goals(content)))
     assert "20,000" in tables.growth(content)
