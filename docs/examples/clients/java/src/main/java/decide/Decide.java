@@ -131,9 +131,10 @@ public final class Decide {
         }
       }
     }
-    // gRPC's own: a connection was lost, or a call took too long. The decision may have been made.
+    // gRPC's own: a connection was lost, or a call took too long. The decision may have been made. Of some connections
+    // that are lost grpc-java says UNKNOWN (its issue 10120); the service never does.
     return switch (error.getStatus().getCode()) {
-      case UNAVAILABLE, DEADLINE_EXCEEDED -> Optional.of(Durations.ZERO);
+      case UNAVAILABLE, DEADLINE_EXCEEDED, UNKNOWN -> Optional.of(Durations.ZERO);
       default -> Optional.empty();
     };
   }
