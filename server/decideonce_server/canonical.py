@@ -7,12 +7,11 @@ the order of their names' UTF-8 bytes. Values are taken to satisfy the rules of 
 
 from struct import Struct
 
-from decideonce_server.values import Json
+from decideonce_server.values import NUMBER_ITEM_TAGS, Json
 
 _DOUBLE = Struct("<d")
 _CONSTANTS = {None: b"\x08\x00", False: b"\x20\x00", True: b"\x20\x01"}
 _NUMBER = b"\x11"
-_NUMBER_ITEM = b"\x0a\x09" + _NUMBER
 _NUMBERS = (int, float)
 _TEXT, _OBJECT, _LIST = 3, 5, 6
 _SEVEN_BITS = 0x7F
@@ -55,7 +54,7 @@ def value_bytes(value: Json) -> bytes:
         return sized(_OBJECT, object_bytes(value))
     items = [
         # Of numbers lists can have many.
-        _NUMBER_ITEM + _DOUBLE.pack(item) if type(item) in _NUMBERS else sized(1, value_bytes(item))
+        NUMBER_ITEM_TAGS + _DOUBLE.pack(item) if type(item) in _NUMBERS else sized(1, value_bytes(item))
         for item in value
     ]
     return sized(_LIST, b"".join(items))

@@ -49,9 +49,9 @@ READ_ONLY = "25006"
 # After these the connection is gone.
 CONNECTION_CLASS = "08"
 FATAL = ("FATAL", "PANIC")
-# Classes of SQLSTATE after which the same statement can succeed later: connection, resources, operator's intervention
-# (a statement time-out too), system error, serialization and deadlock, read-only (it became a standby), locks.
-RETRYABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
+# Classes of SQLSTATE after which the same statement can succeed later: resources, operator's intervention (a statement
+# time-out too), system error, serialization and deadlock, read-only (it became a standby), locks.
+RETRYABLE_CLASSES = ("53", "57", "58", "40", "25", "55")
 
 # What asyncpg raises for a connection that is gone. The last: its session has ended and its socket is still open.
 LOST_ERRORS = (OSError, asyncpg.InterfaceError, asyncpg.InternalClientError)
@@ -132,8 +132,8 @@ class Connector:
         """How long it takes at most, in s."""
         return CONNECT_TIMEOUT_S * len(self._addresses)
 
-    async def __call__(self, dsn: str | None = None, **options: Any) -> "asyncpg.Connection[Row]":  # noqa: ARG002
-        """Connect; what a pool gives as its own URL is none.
+    async def __call__(self, dsn: str | None = None, **options: Any) -> "asyncpg.Connection[Row]":
+        """Connect; `dsn` and options are asyncpg's, and a pool gives its own.
 
         Raises:
             CONNECT_ERRORS: no host can be connected to; it is what the last one gave.
@@ -142,7 +142,7 @@ class Connector:
             host, port = address
             options |= {"host": host, "port": port, "timeout": CONNECT_TIMEOUT_S}
             try:
-                connection: asyncpg.Connection[Row] = await asyncpg.connect(**self._options, **options)
+                connection: asyncpg.Connection[Row] = await asyncpg.connect(dsn, **self._options, **options)
             except CONNECT_ERRORS as error:
                 refusal = error
                 self._addresses = [*(other for other in self._addresses if other != address), address]

@@ -17,7 +17,7 @@ NUMBER_MAX = 2**53 - 1
 DEPTH_MAX = 30
 
 # A number in a list, as protobuf serializes it: the list's tag and nine bytes for a Value, whose tag is a double's.
-_NUMBER_ITEM_TAGS = b"\x0a\x09\x11"
+NUMBER_ITEM_TAGS = b"\x0a\x09\x11"
 _NUMBER_ITEM = Struct("<3xd")
 
 FINITE_RULE = "must be a finite number"
@@ -110,8 +110,8 @@ def _numbers(items: struct_pb2.ListValue) -> list[Json] | None:
         return None
     serialized = items.SerializeToString()
     count, rest = divmod(len(serialized), _NUMBER_ITEM.size)
-    tags = [serialized[place :: _NUMBER_ITEM.size] for place in range(len(_NUMBER_ITEM_TAGS))]
-    if rest or tags != [bytes((tag,)) * count for tag in _NUMBER_ITEM_TAGS]:
+    tags = [serialized[place :: _NUMBER_ITEM.size] for place in range(len(NUMBER_ITEM_TAGS))]
+    if rest or tags != [bytes((tag,)) * count for tag in NUMBER_ITEM_TAGS]:
         return None
     numbers = [number for (number,) in _NUMBER_ITEM.iter_unpack(serialized)]
     if not all(map(math.isfinite, numbers)) or max(map(abs, numbers)) > NUMBER_MAX:

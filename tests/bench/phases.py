@@ -64,7 +64,6 @@ PHASES = {
     "decideonce_server/ledger": "statements",
     "decideonce_server/outbox": "statements",
     "decideonce_server/database.py": "statements",
-    "sqlalchemy/": "statements",
     "asyncpg/": "statements",
     "decideonce_server/": "the rest of the way",
 }

@@ -42,7 +42,7 @@ async def test_sql_client_and_planted_decisions_are_as_the_service_made_them(
 
 SAMPLES = {
     "work (/x/decideonce_server/app.py:1);intercept (/x/decideonce_server/wire.py:3)": "parse",
-    "Ledger.reserve (/x/decideonce_server/ledger.py:9);execute (/x/sqlalchemy/e.py:1)": "statements: reserve",
+    "Ledger.reserve (/x/decideonce_server/ledger.py:9);fetch (/x/asyncpg/e.py:1)": "statements: reserve",
     "work (/x/decideonce_server/app.py:1);run (/x/uvloop/__init__.py:2)": OTHER,
     "serve (/x/decideonce_server/decide.py:2);dumps (/usr/lib/python3/json/__init__.py:2)": "the rest of the way",
     "run (/usr/lib/python3/threading.py:9)": OTHER,

@@ -598,7 +598,6 @@ PROGRAM = """
 import asyncio, signal, sys
 from datetime import timedelta
 from decideonce_server.evaluator import Evaluators
-from decideonce_server.giving_way import LONG_SLICE_NS
 from decideonce_server.policy import PolicyVersion
 
 async def main():

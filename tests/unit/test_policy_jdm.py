@@ -256,7 +256,7 @@ def test_column_that_fails_fails_the_decision() -> None:
 
 @pytest.mark.parametrize("field", ["y = facts.x; y", "facts.x ?? 0", " facts.x ", "facts['x']"])
 def test_column_may_be_any_expression(field: str) -> None:
-    """Columns' values are found by zen, whatever their expressions are, and each by itself."""
+    """Columns' values are found whatever their expressions are, and each by itself."""
     two = table("> 5", "", field=field)
     two["content"]["inputs"].append({"id": "d", "name": "Y", "field": "y"})
     two["content"]["rules"][0]["d"] = ""
@@ -265,7 +265,7 @@ def test_column_may_be_any_expression(field: str) -> None:
 
 
 def test_column_may_be_an_assignment() -> None:
-    """What can stand alone and not in a list can be published, and then is loaded too."""
+    """A column whose expression assigns can be published, and then is loaded and looked up too."""
     assert "r2" == evaluate(chain(table("5", "", field="y = facts.x")), {"x": 6}).outcome
 
 
