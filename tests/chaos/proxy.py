@@ -35,6 +35,9 @@ class Proxy:
         self._open = asyncio.Event()
         self._open.set()
         self.cut: Cut | None = None
+        # Whether the service isn't told that Postgres hung up, and when it would have been.
+        self.hides_ends = False
+        self.ended = asyncio.Event()
 
     async def start(self) -> int:
         """Listen, and give the port."""
@@ -88,6 +91,9 @@ class Proxy:
                 asyncio.ensure_future(connection.pump(to_reader, writer, connection.from_postgres)),
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.ended.set()
+            if self.hides_ends:
+                await tasks[0]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
