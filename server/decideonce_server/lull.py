@@ -1,7 +1,7 @@
 """Waits for a lull of the event loop, so that what many calls need done is done once for all of them.
 
 Nobody waits for a clock: where the loop has nothing else to do, what is to be done is done at once. Where it is busy,
-those that it is busy with join first, for WAIT_MAX_S at most.
+those that it is busy with join first, for WAIT_MAX_S at most; and as long, where more are said to come.
 """
 
 import asyncio
@@ -13,13 +13,19 @@ from collections.abc import Callable
 # processor, as a turn that others held up, beside this thread or in it, tells nothing of what there is to do.
 TURN_S = 0.0001
 WAIT_MAX_S = 0.01
+# Between two looks for more that are to come.
+LOOK_INTERVAL_S = 0.001
 
 
 class Lull:
-    """Does something in the next lull, once for all that asked for it until then."""
+    """Does something in the next lull, once for all that asked for it until then.
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    `expects_more` tells whether waiting is worth it although the loop has nothing else to do.
+    """
+
+    def __init__(self, work: Callable[[], None], expects_more: Callable[[], bool] = lambda: False) -> None:
         self._work = work
+        self._expects_more = expects_more
         self._since: float | None = None
 
     def ask(self) -> None:
@@ -31,8 +37,12 @@ class Lull:
     def _look(self, since: float, before: float) -> None:
         """Do it if the whole turn from the look before took no time, or nobody may wait any longer."""
         now = time.thread_time()
-        if now - before > TURN_S and time.perf_counter() - since < WAIT_MAX_S:
-            asyncio.get_running_loop().call_soon(self._look, since, now)
-            return
+        if time.perf_counter() - since < WAIT_MAX_S:
+            if now - before > TURN_S:
+                asyncio.get_running_loop().call_soon(self._look, since, now)
+                return
+            if self._expects_more():
+                asyncio.get_running_loop().call_later(LOOK_INTERVAL_S, self._look, since, -math.inf)
+                return
         self._since = None
         self._work()

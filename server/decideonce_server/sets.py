@@ -1,8 +1,9 @@
 """Makes calls of one process that come at the same moment share one statement, and with it one commit.
 
-Nobody waits for company: a member that finds no set under way goes in the next lull of the event loop, which is at once
-where the loop has nothing else to do, and those that come while one is under way go together in the next. So sets grow
-with the load, and a lone caller is alone.
+A member that finds no set under way goes in the next lull of the event loop, which is at once where the loop has
+nothing else to do, and those that come while one is under way go together in the next. So sets grow with the load, and
+a lone caller is alone. Only in a crowd of attempts a set waits for company: they come one by one from the evaluators
+and from Postgres, and each small set costs as much as a large one.
 """
 
 import asyncio
@@ -23,6 +24,10 @@ SIZE_MAX = 128
 # A set that takes this long waits for something; what comes after it doesn't have to.
 PATIENCE_S = 0.025
 UNDER_WAY_MAX = 4
+# With fewer attempts under way, what a set saves is less than what its members wait.
+CROWD = 8
+# Of a crowd's attempts, those that a set waits for.
+SHARE = 0.5
 # More would wait for longer than their callers do.
 WAITING_MAX = 5_000
 # By then a part of what a process has to do is done: attempts take milliseconds to a second.
@@ -50,7 +55,7 @@ class Sets(Generic[M, R]):
     """Forms the sets of one operation of the ledger, each of SIZE_MAX members at most, from tenants in turn.
 
     A member that fails for what it is fails alone: the others are sent again, each by itself. `bounded`: members may be
-    shed.
+    shed. `attempts` tells how many attempts are under way, for a set that waits for them.
     """
 
     def __init__(
@@ -59,15 +64,17 @@ class Sets(Generic[M, R]):
         tenant_of: Callable[[M], str],
         *,
         bounded: bool = False,
+        attempts: Callable[[], int] = lambda: 0,
     ) -> None:
         self._operation = operation
         self._tenant_of = tenant_of
         self._bounded = bounded
+        self._attempts = attempts
         # By tenant, in turn.
         self._waiting: OrderedDict[str, deque[_Waiting[M, R]]] = OrderedDict()
         self._count = 0
         self._under_way: set[_Set[M, R]] = set()
-        self._lull = Lull(self._begin)
+        self._lull = Lull(self._begin, self._expects_more)
 
     async def run(self, member: M) -> R:
         """Send a member with others, and give its result.
@@ -89,6 +96,10 @@ class Sets(Generic[M, R]):
         may_begin = len(self._under_way) < UNDER_WAY_MAX and all(set_.is_slow for set_ in self._under_way)
         if self._count and may_begin:
             self._lull.ask()
+
+    def _expects_more(self) -> bool:
+        attempts = self._attempts()
+        return attempts >= CROWD and self._count < min(attempts * SHARE, SIZE_MAX)
 
     def _begin(self) -> None:
         members = self._take()
@@ -143,12 +154,19 @@ class Sets(Generic[M, R]):
 
 
 class LedgerSets:
-    """The ledger's operations on the way of a call, one member each; see Ledger for what they do and raise."""
+    """The ledger's operations on the way of a call, one member each; see Ledger for what they do and raise.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._reserve: Sets[Reservation, Attempt | Record] = Sets(ledger.reserve, lambda r: r.key.tenant, bounded=True)
+    `attempts` tells how many attempts are under way in this process.
+    """
+
+    def __init__(self, ledger: Ledger, attempts: Callable[[], int]) -> None:
+        self._reserve: Sets[Reservation, Attempt | Record] = Sets(
+            ledger.reserve, lambda r: r.key.tenant, bounded=True, attempts=attempts
+        )
         self._read: Sets[Key, Record | None] = Sets(ledger.read, lambda key: key.tenant, bounded=True)
-        self._complete: Sets[Completion, Record | None] = Sets(ledger.complete, lambda c: c.key.tenant)
+        self._complete: Sets[Completion, Record | None] = Sets(
+            ledger.complete, lambda c: c.key.tenant, attempts=attempts
+        )
 
     async def reserve(self, reservation: Reservation) -> Attempt | Record:
         """Reserve a key, or read what is recorded under it."""

@@ -84,3 +84,22 @@ async def test_a_loop_that_stays_busy_does_it_all_the_same() -> None:
     await over.wait()
     assert 1 == len(done)
     assert done[0] >= WAIT_MAX_S
+
+
+async def test_it_waits_for_more_that_is_said_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a lull it is done when no more is expected."""
+    monkeypatch.setattr(lull, "WAIT_MAX_S", 60.0)
+    expected = [True, True, False]
+    done: list[int] = []
+    Lull(lambda: done.append(len(expected)), lambda: expected.pop(0)).ask()
+    await until(lambda: done)
+    assert [0] == done
+
+
+async def test_more_that_does_not_come_is_waited_for_no_longer_than_the_limit() -> None:
+    """What is expected and stays away holds nothing up after the limit."""
+    done: list[float] = []
+    began = time.perf_counter()
+    Lull(lambda: done.append(time.perf_counter() - began), lambda: True).ask()
+    await until(lambda: done)
+    assert done[0] >= WAIT_MAX_S

@@ -1,0 +1,71 @@
+"""Sets of calls that share a statement."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from decideonce_server import lull
+from decideonce_server.sets import CROWD, SHARE, Sets
+
+
+class Statements:
+    """Notes each set that it is given, and gives its members back."""
+
+    def __init__(self) -> None:
+        self.sets: list[list[int]] = []
+
+    async def run(self, members: Sequence[int]) -> list[int]:
+        """Take a set."""
+        self.sets.append(list(members))
+        return list(members)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have only a crowd decide how long a set waits, and not a machine that is held up."""
+    monkeypatch.setattr(lull, "WAIT_MAX_S", 60.0)
+
+
+async def test_in_a_crowd_a_set_waits_for_its_share() -> None:
+    """A member that comes in a crowd of attempts goes with those that come after it, as many as are its share."""
+    statements = Statements()
+    members = [*range(int(CROWD * SHARE))]
+    others: list[asyncio.Task[int]] = []
+
+    def attempts() -> int:
+        """Tell of a crowd; whenever a set looks for more, one comes."""
+        if len(others) < len(members) - 1:
+            others.append(asyncio.create_task(sets.run(members[len(others) + 1])))
+        return CROWD
+
+    sets = Sets(statements.run, lambda _: "acme", attempts=attempts)
+    assert members[0] == await sets.run(members[0])
+    assert members[1:] == await asyncio.gather(*others)
+    assert [members] == statements.sets
+
+
+@pytest.mark.parametrize("attempts", [0, 1, CROWD - 1])
+async def test_without_a_crowd_nobody_waits(attempts: int) -> None:
+    """A member that finds few attempts under way goes alone."""
+    statements = Statements()
+    sets = Sets(statements.run, lambda _: "acme", attempts=lambda: attempts)
+    assert 7 == await sets.run(7)
+    assert [[7]] == statements.sets
+
+
+async def test_a_set_that_has_its_share_waits_no_longer() -> None:
+    """Members that are there together, as many as are a crowd's share, go at once."""
+    statements = Statements()
+    looks: list[int] = []
+
+    def attempts() -> int:
+        """Tell of a crowd."""
+        looks.append(CROWD)
+        return CROWD
+
+    sets = Sets(statements.run, lambda _: "acme", attempts=attempts)
+    members = [*range(int(CROWD * SHARE))]
+    assert members == await asyncio.gather(*map(sets.run, members))
+    assert [members] == statements.sets
+    assert [CROWD] == looks
