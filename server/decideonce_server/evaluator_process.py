@@ -89,23 +89,21 @@ def _framed(text: bytes) -> bytes:
 
 def run_fork_server(orders: socket.socket) -> None:
     """Fork and reap as ordered, until the main process closes the socket or is gone."""
-    while True:
-        try:
+    # It may be killed before it has read an answer, and while one is made.
+    with contextlib.suppress(ConnectionError):
+        while True:
             order, descriptors, _, _ = socket.recv_fds(orders, ORDER.size, 1)
-        except ConnectionResetError:
-            # It was killed before it had read an answer.
-            return
-        if not order:
-            return
-        (pid,) = ORDER.unpack(order)
-        try:
-            if pid == ORDER_FORK:
-                answer = ORDER_ANSWER.pack(0, _fork(orders, descriptors[0]))
-            else:
-                answer = ORDER_ANSWER.pack(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        except OSError as fault:
-            answer = ORDER_ANSWER.pack(fault.errno, 0)
-        orders.sendall(answer)
+            if not order:
+                return
+            (pid,) = ORDER.unpack(order)
+            try:
+                if pid == ORDER_FORK:
+                    answer = ORDER_ANSWER.pack(0, _fork(orders, descriptors[0]))
+                else:
+                    answer = ORDER_ANSWER.pack(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            except OSError as fault:
+                answer = ORDER_ANSWER.pack(fault.errno, 0)
+            orders.sendall(answer)
 
 
 def _fork(orders: socket.socket, descriptor: int) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -648,6 +649,15 @@ def test_a_killed_main_process_leaves_no_process(programs: list[subprocess.Popen
     program.kill()
     # All its processes write to one stderr, which ends when the last of them has.
     assert (b"", b"") == program.communicate(timeout=LIMIT_S)
+
+
+def test_fork_server_ends_with_a_main_process_that_is_killed_while_it_answers() -> None:
+    """An answer that nobody is there to read ends the fork server like any end of the main process."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(evaluator_process.ORDER.pack(os.posix_spawn(sys.executable, [sys.executable, "-c", ""], {})))
+        evaluator_process.run_fork_server(theirs)
 
 
 def test_signals_to_the_group_leave_evaluations_alone(programs: list[subprocess.Popen[bytes]]) -> None:
