@@ -38,11 +38,6 @@ class Limits:
         # Until when a tenant has had its mismatches, by this process's monotonic clock.
         self._limited_until: dict[str, float] = {}
 
-    @property
-    def attempts(self) -> int:
-        """How many attempts are under way in this process, with what may become one."""
-        return self._attempts.total()
-
     def begin_attempt(self, tenant: str) -> None:
         """Count an attempt, until it ends: from its reservation on, so that no call finds room where there is none."""
         self._attempts[tenant] += 1
@@ -63,7 +58,7 @@ class Limits:
 
     def new_work(self, tenant: str) -> Overloaded | None:
         """Give the refusal of new work; None where there is room for it."""
-        is_full = self.attempts >= self._settings.attempts_max
+        is_full = self._attempts.total() >= self._settings.attempts_max
         is_full = is_full or self._attempts[tenant] >= self._settings.attempts_per_tenant
         return Overloaded(OVERLOAD_RETRY_AFTER) if is_full else None
 

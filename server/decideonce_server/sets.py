@@ -8,11 +8,14 @@ and from Postgres, and each small set costs as much as a large one.
 
 import asyncio
 import contextvars
+import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import takewhile
 from typing import Generic, TypeVar
+from uuid import UUID
 
 from decideonce_server.database import LockTimeout
 from decideonce_server.errors import LedgerUnavailable, Overloaded
@@ -28,6 +31,8 @@ UNDER_WAY_MAX = 4
 CROWD = 8
 # Of a crowd's attempts, those that a set waits for.
 SHARE = 0.5
+# An attempt that goes on for longer is waited for by nobody: its policy takes its time.
+SOON_S = 0.1
 # More would wait for longer than their callers do.
 WAITING_MAX = 5_000
 # By then a part of what a process has to do is done: attempts take milliseconds to a second.
@@ -55,7 +60,7 @@ class Sets(Generic[M, R]):
     """Forms the sets of one operation of the ledger, each of SIZE_MAX members at most, from tenants in turn.
 
     A member that fails for what it is fails alone: the others are sent again, each by itself. `bounded`: members may be
-    shed. `attempts` tells how many attempts are under way, for a set that waits for them.
+    shed. `crowd` tells how many attempts a set may wait for.
     """
 
     def __init__(
@@ -64,12 +69,12 @@ class Sets(Generic[M, R]):
         tenant_of: Callable[[M], str],
         *,
         bounded: bool = False,
-        attempts: Callable[[], int] = lambda: 0,
+        crowd: Callable[[], int] = lambda: 0,
     ) -> None:
         self._operation = operation
         self._tenant_of = tenant_of
         self._bounded = bounded
-        self._attempts = attempts
+        self._crowd = crowd
         # By tenant, in turn.
         self._waiting: OrderedDict[str, deque[_Waiting[M, R]]] = OrderedDict()
         self._count = 0
@@ -98,8 +103,8 @@ class Sets(Generic[M, R]):
             self._lull.ask()
 
     def _expects_more(self) -> bool:
-        attempts = self._attempts()
-        return attempts >= CROWD and self._count < min(attempts * SHARE, SIZE_MAX)
+        crowd = self._crowd()
+        return crowd >= CROWD and self._count < min(crowd * SHARE, SIZE_MAX)
 
     def _begin(self) -> None:
         members = self._take()
@@ -153,24 +158,52 @@ class Sets(Generic[M, R]):
                 waiting.result.set_result(result)
 
 
+class Crowd:
+    """The attempts under way that began within SOON_S, and what may become one."""
+
+    def __init__(self) -> None:
+        # By decision, in the order of their beginning.
+        self._began: dict[UUID, float] = {}
+
+    def begin(self, decision_id: UUID) -> None:
+        """Count an attempt from now on."""
+        self._began[decision_id] = time.monotonic()
+
+    def end(self, decision_id: UUID) -> None:
+        """Count an attempt no more."""
+        self._began.pop(decision_id, None)
+
+    def size(self) -> int:
+        """Tell how many there are."""
+        oldest = time.monotonic() - SOON_S
+        for decision_id in [*takewhile(lambda known: self._began[known] < oldest, self._began)]:
+            del self._began[decision_id]
+        return len(self._began)
+
+
 class LedgerSets:
-    """The ledger's operations on the way of a call, one member each; see Ledger for what they do and raise.
+    """The ledger's operations on the way of a call, one member each; see Ledger for what they do and raise."""
 
-    `attempts` tells how many attempts are under way in this process.
-    """
-
-    def __init__(self, ledger: Ledger, attempts: Callable[[], int]) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self._crowd = Crowd()
         self._reserve: Sets[Reservation, Attempt | Record] = Sets(
-            ledger.reserve, lambda r: r.key.tenant, bounded=True, attempts=attempts
+            ledger.reserve, lambda r: r.key.tenant, bounded=True, crowd=self._crowd.size
         )
         self._read: Sets[Key, Record | None] = Sets(ledger.read, lambda key: key.tenant, bounded=True)
         self._complete: Sets[Completion, Record | None] = Sets(
-            ledger.complete, lambda c: c.key.tenant, attempts=attempts
+            ledger.complete, lambda c: c.key.tenant, crowd=self._crowd.size
         )
 
     async def reserve(self, reservation: Reservation) -> Attempt | Record:
         """Reserve a key, or read what is recorded under it."""
-        return await self._reserve.run(reservation)
+        self._crowd.begin(reservation.decision_id)
+        found: Attempt | Record | None = None
+        try:
+            found = await self._reserve.run(reservation)
+        finally:
+            if not isinstance(found, Attempt):
+                self._crowd.end(reservation.decision_id)
+        return found
 
     async def read(self, key: Key) -> Record | None:
         """Read what is recorded under a key; None where nothing is, or nothing any more."""
@@ -178,4 +211,7 @@ class LedgerSets:
 
     async def complete(self, completion: Completion) -> Record | None:
         """End an attempt, with its events; None where the attempt is no longer the key's."""
-        return await self._complete.run(completion)
+        try:
+            return await self._complete.run(completion)
+        finally:
+            self._crowd.end(completion.decision_id)
