@@ -102,8 +102,8 @@ async def test_everything_is_measured() -> None:
     content = throughput.document(await throughput.measure(plan, sys.stdout))
     kinds = {f"{kind}@{callers}" for kind in ("first", "replay", "echo", "pgbench") for callers in (1, 64)}
     assert kinds | {"first@half", "replay@half"} == content["runs"].keys()
-    # A call has two statements at most, and housekeeping a few.
-    assert all(0 < content["once"][f"{kind}_round_trips"] < 3 for kind in ("first", "replay"))
+    # A first decision has two statements and a replay one, which at 64 callers calls share.
+    assert all(0 < content["once"][f"{kind}_round_trips"] < 1 for kind in ("first", "replay"))
     assert 8 == len(list(tables.goals(content)))
     assert "first decisions at 64 callers, to the echo" in tables.throughput(content)
 
