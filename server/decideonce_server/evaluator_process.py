@@ -95,15 +95,17 @@ def run_fork_server(orders: socket.socket) -> None:
             order, descriptors, _, _ = socket.recv_fds(orders, ORDER.size, 1)
             if not order:
                 return
-            (pid,) = ORDER.unpack(order)
-            try:
-                if pid == ORDER_FORK:
-                    answer = ORDER_ANSWER.pack(0, _fork(orders, descriptors[0]))
-                else:
-                    answer = ORDER_ANSWER.pack(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            except OSError as fault:
-                answer = ORDER_ANSWER.pack(fault.errno, 0)
-            orders.sendall(answer)
+            orders.sendall(_answer_to(order, orders, descriptors))
+
+
+def _answer_to(order: bytes, orders: socket.socket, descriptors: list[int]) -> bytes:
+    (pid,) = ORDER.unpack(order)
+    try:
+        if pid == ORDER_FORK:
+            return ORDER_ANSWER.pack(0, _fork(orders, descriptors[0]))
+        return ORDER_ANSWER.pack(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    except OSError as fault:
+        return ORDER_ANSWER.pack(fault.errno, 0)
 
 
 def _fork(orders: socket.socket, descriptor: int) -> int:
