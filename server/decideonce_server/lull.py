@@ -1,7 +1,7 @@
 """Waits for a lull of the event loop, so that what many calls need done is done once for all of them.
 
-Nobody waits for a clock: where the loop has nothing else to do, what is to be done is done at once. Where it is busy,
-those that it is busy with join first, for WAIT_MAX_S at most; and as long, where more are said to come.
+Where the loop has nothing else to do, what is to be done is done at once. Where it is busy, those that it is busy with
+join first, and where more are said to come, those too: for WAIT_MAX_S at most.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ SIZE_MAX = 128
 PATIENCE_S = 0.025
 UNDER_WAY_MAX = 4
 # With fewer attempts under way, what a set saves is less than what its members wait.
-CROWD = 8
+CROWD_MIN = 8
 # Of a crowd's attempts, those that a set waits for.
 SHARE = 0.5
 # An attempt that goes on for longer is waited for by nobody: its policy takes its time.
@@ -60,7 +60,7 @@ class Sets(Generic[M, R]):
     """Forms the sets of one operation of the ledger, each of SIZE_MAX members at most, from tenants in turn.
 
     A member that fails for what it is fails alone: the others are sent again, each by itself. `bounded`: members may be
-    shed. `crowd` tells how many attempts a set may wait for.
+    shed. `crowd_size` tells how many attempts may come to share a set.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Sets(Generic[M, R]):
         tenant_of: Callable[[M], str],
         *,
         bounded: bool = False,
-        crowd: Callable[[], int] = lambda: 0,
+        crowd_size: Callable[[], int] = lambda: 0,
     ) -> None:
         self._operation = operation
         self._tenant_of = tenant_of
         self._bounded = bounded
-        self._crowd = crowd
+        self._crowd_size = crowd_size
         # By tenant, in turn.
         self._waiting: OrderedDict[str, deque[_Waiting[M, R]]] = OrderedDict()
         self._count = 0
@@ -103,8 +103,8 @@ class Sets(Generic[M, R]):
             self._lull.ask()
 
     def _expects_more(self) -> bool:
-        crowd = self._crowd()
-        return crowd >= CROWD and self._count < min(crowd * SHARE, SIZE_MAX)
+        size = self._crowd_size()
+        return size >= CROWD_MIN and self._count < min(size * SHARE, SIZE_MAX)
 
     def _begin(self) -> None:
         members = self._take()
@@ -187,11 +187,11 @@ class LedgerSets:
     def __init__(self, ledger: Ledger) -> None:
         self._crowd = Crowd()
         self._reserve: Sets[Reservation, Attempt | Record] = Sets(
-            ledger.reserve, lambda r: r.key.tenant, bounded=True, crowd=self._crowd.size
+            ledger.reserve, lambda r: r.key.tenant, bounded=True, crowd_size=self._crowd.size
         )
         self._read: Sets[Key, Record | None] = Sets(ledger.read, lambda key: key.tenant, bounded=True)
         self._complete: Sets[Completion, Record | None] = Sets(
-            ledger.complete, lambda c: c.key.tenant, crowd=self._crowd.size
+            ledger.complete, lambda c: c.key.tenant, crowd_size=self._crowd.size
         )
 
     async def reserve(self, reservation: Reservation) -> Attempt | Record:

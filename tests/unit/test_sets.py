@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 
 from decideonce_server import lull
-from decideonce_server.sets import CROWD, SHARE, Crowd, Sets
+from decideonce_server.sets import CROWD_MIN, SHARE, Crowd, Sets
 
 
 class Statements:
@@ -31,26 +31,26 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_in_a_crowd_a_set_waits_for_its_share() -> None:
     """A member that comes in a crowd of attempts goes with those that come after it, as many as are its share."""
     statements = Statements()
-    members = [*range(int(CROWD * SHARE))]
+    members = [*range(int(CROWD_MIN * SHARE))]
     others: list[asyncio.Task[int]] = []
 
-    def crowd() -> int:
+    def crowd_size() -> int:
         """Tell of a crowd; whenever a set looks for more, one comes."""
         if len(others) < len(members) - 1:
             others.append(asyncio.create_task(sets.run(members[len(others) + 1])))
-        return CROWD
+        return CROWD_MIN
 
-    sets = Sets(statements.run, lambda _: "acme", crowd=crowd)
+    sets = Sets(statements.run, lambda _: "acme", crowd_size=crowd_size)
     assert members[0] == await sets.run(members[0])
     assert members[1:] == await asyncio.gather(*others)
     assert [members] == statements.sets
 
 
-@pytest.mark.parametrize("attempts", [0, 1, CROWD - 1])
+@pytest.mark.parametrize("attempts", [0, 1, CROWD_MIN - 1])
 async def test_without_a_crowd_nobody_waits(attempts: int) -> None:
     """A member that finds few attempts under way goes alone."""
     statements = Statements()
-    sets = Sets(statements.run, lambda _: "acme", crowd=lambda: attempts)
+    sets = Sets(statements.run, lambda _: "acme", crowd_size=lambda: attempts)
     assert 7 == await sets.run(7)
     assert [[7]] == statements.sets
 
@@ -60,16 +60,16 @@ async def test_a_set_that_has_its_share_waits_no_longer() -> None:
     statements = Statements()
     looks: list[int] = []
 
-    def crowd() -> int:
+    def crowd_size() -> int:
         """Tell of a crowd."""
-        looks.append(CROWD)
-        return CROWD
+        looks.append(CROWD_MIN)
+        return CROWD_MIN
 
-    sets = Sets(statements.run, lambda _: "acme", crowd=crowd)
-    members = [*range(int(CROWD * SHARE))]
+    sets = Sets(statements.run, lambda _: "acme", crowd_size=crowd_size)
+    members = [*range(int(CROWD_MIN * SHARE))]
     assert members == await asyncio.gather(*map(sets.run, members))
     assert [members] == statements.sets
-    assert [CROWD] == looks
+    assert [CROWD_MIN] == looks
 
 
 def test_crowd_counts_attempts_until_they_end() -> None:
