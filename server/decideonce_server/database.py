@@ -62,6 +62,8 @@ _DIALECT = URL.create("postgresql+asyncpg").get_dialect()()
 
 # For those who hand a URL on and speak no SQL.
 DatabaseUrl: TypeAlias = URL
+# Of a statement; columns are read by name.
+Row: TypeAlias = asyncpg.Record
 
 
 class LockTimeout(LedgerUnavailable):
@@ -88,17 +90,6 @@ class Statement:
         """The statement as asyncpg takes it, and the names of its parameters in their order."""
         compiled: Any = text(f"/* {self.name} */ {self.sql}").compile(dialect=_DIALECT)
         return str(compiled), tuple(compiled.positiontup)
-
-
-class Row(asyncpg.Record):
-    """A row of a statement; its columns are attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Give a column's value."""
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 def database_url(url: str) -> DatabaseUrl:
@@ -205,7 +196,6 @@ class Database:
             server_settings=SETTINGS,
             min_size=0,
             max_size=self._pool_size,
-            record_class=Row,
             # Nothing is left on a connection, and one is kept for as long as it serves.
             reset=_leave_as_it_is,
             max_queries=2**63,

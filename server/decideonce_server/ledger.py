@@ -396,7 +396,7 @@ class Ledger:
             attempts=[record.attempt for record in records],
             leases=list(leases),
         )
-        taken = {attempt.record.key: attempt for attempt in (Attempt(_record(row), row.facts) for row in rows)}
+        taken = {attempt.record.key: attempt for attempt in (Attempt(_record(row), row["facts"]) for row in rows)}
         return [taken.get(record.key) for record in records]
 
     async def complete(self, completions: Sequence[Completion]) -> list[Record | None]:
@@ -438,7 +438,7 @@ class Ledger:
             attempts=[record.attempt for record in records],
             leases=list(leases),
         )
-        return {Key(row.tenant, row.operation, row.operation_key) for row in rows}
+        return {Key(row["tenant"], row["operation"], row["operation_key"]) for row in rows}
 
     async def release(self, records: Sequence[Record]) -> None:
         """End each attempt's lease now, so that another can take over at once."""
@@ -451,11 +451,11 @@ class Ledger:
     async def count_mismatch(self, tenant: str) -> tuple[int, float]:
         """Count a mismatch of a tenant; give how many this minute has had, and how many seconds are left of it."""
         (row,) = await self._database.run(MISMATCH, tenant=tenant)
-        return row.mismatches, float(row.seconds_left)
+        return row["mismatches"], float(row["seconds_left"])
 
     async def reapable(self) -> list[int]:
         """List the buckets in which something is past its retention."""
-        return [row.bucket for row in await self._database.run(REAPABLE)]
+        return [row["bucket"] for row in await self._database.run(REAPABLE)]
 
     async def tombstone(self, bucket: int, limit: int) -> int:
         """Take body and facts from answers of a bucket that are past their retention; give how many."""
@@ -509,7 +509,6 @@ def reserve_parameters(reservations: Sequence[Reservation]) -> dict[str, list[An
 
 
 def _record(row: Row) -> Record:
-    # By subscript: as attributes, so many columns take three times as long.
     return Record(
         key=Key(row["tenant"], row["operation"], row["operation_key"]),
         decision_id=row["decision_id"],

@@ -134,7 +134,7 @@ class CatalogStore:
 
     async def revision(self) -> int:
         """Give the newest revision's number; 0 before the first."""
-        return int((await self._database.run(REVISION))[0].revision)
+        return int((await self._database.run(REVISION))[0]["revision"])
 
     async def latest(self) -> Catalog:
         """Read the catalog that is in force."""
@@ -142,11 +142,11 @@ class CatalogStore:
         if not rows:
             return Catalog()
         (row,) = rows
-        operations = await self.operation_versions(list(json.loads(row.operations).items()))
-        policies = await self.policy_versions(list(json.loads(row.policies).items()))
+        operations = await self.operation_versions(list(json.loads(row["operations"]).items()))
+        policies = await self.policy_versions(list(json.loads(row["policies"]).items()))
         return Catalog(
-            revision=row.revision,
-            apply_time=row.apply_time,
+            revision=row["revision"],
+            apply_time=row["apply_time"],
             operations={operation.contract.operation: operation for operation in operations},
             policies={policy.policy_id: policy for policy in policies},
         )
@@ -158,7 +158,7 @@ class CatalogStore:
     async def operation_versions(self, names: Sequence[tuple[str, int]]) -> list[OperationVersion]:
         """Read those of these versions that exist."""
         rows = await self._database.run(OPERATION_VERSIONS, **_pairs(names))
-        return [OperationVersion(row.version, _contract(row.content)) for row in rows]
+        return [OperationVersion(row["version"], _contract(row["content"])) for row in rows]
 
     async def policy_history(self, policy_ids: Sequence[str]) -> list[PolicyVersionHead]:
         """List every version of these policies, newest first."""
@@ -168,7 +168,7 @@ class CatalogStore:
     async def operation_history(self, operations: Sequence[str]) -> list[tuple[str, int, str]]:
         """List every version of these operations, newest first: name, version, digest."""
         rows = await self._database.run(OPERATION_HISTORY, names=list(operations))
-        return [(row.operation, row.version, row.digest) for row in rows]
+        return [(row["operation"], row["version"], row["digest"]) for row in rows]
 
     async def publish(
         self,

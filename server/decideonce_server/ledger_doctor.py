@@ -132,7 +132,7 @@ class LedgerDoctor:
     async def stale_work(self) -> Symptom:
         """Look for work that was due more than a minute ago."""
         (row,) = await self._database.run(STALE_WORK)
-        return Symptom(row.found, row.example)
+        return Symptom(row["found"], row["example"])
 
     async def overdue_answers(self) -> Symptom:
         """Look for answers that could have been purged more than an hour ago."""
@@ -149,7 +149,7 @@ class LedgerDoctor:
     async def parked_events(self) -> Symptom:
         """Look for events that can't be published."""
         (row,) = await self._database.run(PARKED_EVENTS)
-        return Symptom(row.found, row.example)
+        return Symptom(row["found"], row["example"])
 
     async def early_events(self) -> Symptom:
         """Look for waiting events of decisions that are not final."""
@@ -173,7 +173,7 @@ class LedgerDoctor:
 
     async def _in_all_buckets(self, statement: Statement, **parameters: str) -> Symptom:
         rows = [row for b in range(256) for row in await self._database.run(statement, bucket=b, **parameters)]
-        return Symptom(sum(row.found for row in rows), _first([row.example for row in rows]))
+        return Symptom(sum(row["found"] for row in rows), _first([row["example"] for row in rows]))
 
 
 def _first(examples: Sequence[str | None]) -> str | None:

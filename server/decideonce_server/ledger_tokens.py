@@ -60,13 +60,13 @@ class Token:
 
 def _token(row: Row) -> Token:
     return Token(
-        token_id=row.token_id,
-        tenant=row.tenant,
-        roles=tuple(row.roles),
-        operations=tuple(row.operations),
-        description=row.description,
-        create_time=row.create_time,
-        revoke_time=row.revoke_time,
+        token_id=row["token_id"],
+        tenant=row["tenant"],
+        roles=tuple(row["roles"]),
+        operations=tuple(row["operations"]),
+        description=row["description"],
+        create_time=row["create_time"],
+        revoke_time=row["revoke_time"],
     )
 
 
@@ -114,7 +114,7 @@ class TokenStore:
         token_id, secret = _split(text)
         rows = await self._database.run(FIND, token_ids=[token_id])
         # Hashed and compared also where there is no such name, so that both take the same time.
-        expected = rows[0].secret_hash if rows else bytes(32)
+        expected = rows[0]["secret_hash"] if rows else bytes(32)
         return _token(rows[0]) if hmac.compare_digest(expected, _hash(secret)) and rows else None
 
     async def list(self) -> list[Token]:

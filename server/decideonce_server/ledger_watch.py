@@ -79,4 +79,4 @@ class LedgerWatch:
             LedgerUnavailable: Postgres can't be reached or can't do it now.
         """
         (row,) = await self._database.run(LOAD)
-        return Load(row.processing, row.stale, row.purge_delay or timedelta(0))
+        return Load(row["processing"], row["stale"], row["purge_delay"] or timedelta(0))

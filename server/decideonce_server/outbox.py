@@ -201,7 +201,7 @@ class Outbox:
     async def park(self, holder: UUID, events: Sequence[Event], reasons: Sequence[str]) -> set[UUID]:
         """Park events that can't be sent, of those buckets that the holder still leases; give the ids of those."""
         rows = await self._database.run(PARK, holder=holder, reasons=list(reasons), **_places(events))
-        return {row.id for row in rows}
+        return {row["id"] for row in rows}
 
     async def pending(self, limit: int) -> list[Event]:
         """List the oldest events that wait, parked ones apart."""
@@ -231,7 +231,7 @@ class Outbox:
     async def backlog(self) -> Backlog:
         """Count what waits and what is parked."""
         (row,) = await self._database.run(BACKLOG)
-        return Backlog(row.pending, row.oldest, row.parked)
+        return Backlog(row["pending"], row["oldest"], row["parked"])
 
 
 def _places(events: Sequence[Event]) -> dict[str, list[Any]]:

@@ -72,9 +72,9 @@ class BucketLeases:
     async def hold(self) -> Sequence[int]:
         """Renew and take leases up to this holder's share, give back what is over it, and list what is held now."""
         (row,) = await self._database.run(BEAT, holder=self.holder, lease=self._lease)
-        share = -(-BUCKETS // row.holders)
+        share = -(-BUCKETS // row["holders"])
         rows = await self._database.run(HOLD, holder=self.holder, share=share, lease=self._lease)
-        held = {row.bucket for row in rows}
+        held = {row["bucket"] for row in rows}
         if not self._held <= held:
             await self._database.run(RELEASE, holder=self.holder, kept=list(held))
         self._held = held

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from decideonce.v1 import decision_service_pb2 as wire
-from decideonce_server.database import Database, Row
+from decideonce_server.database import Database
 from decideonce_server.leases import LeaseKeeper
 from decideonce_server.ledger import Key, Ledger, Reservation
 from harness import make_token, new_key, write_catalog
@@ -261,7 +261,7 @@ class _Session:
 
     async def run(self, statement, **parameters):
         sql, names = statement.compiled
-        return await self._connection.fetch(sql, *[parameters[name] for name in names], record_class=Row)
+        return await self._connection.fetch(sql, *[parameters[name] for name in names])
 
 
 def reservation(lease: timedelta) -> Reservation:

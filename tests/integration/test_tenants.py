@@ -84,7 +84,7 @@ async def read(rows: Rows) -> None:
     await rows.plant()
     keys = {"buckets": [OURS.bucket], "tenants": [OURS.tenant], "operations": [OURS.operation]}
     found = await rows.database.run(ledger_module.READ, **keys, operation_keys=[OURS.operation_key])
-    assert [OURS.tenant] == [row.tenant for row in found]
+    assert [OURS.tenant] == [row["tenant"] for row in found]
 
 
 async def forget(rows: Rows) -> None:
@@ -105,7 +105,7 @@ async def reserve(rows: Rows) -> None:
 
     async def run() -> None:
         parameters = ledger_module.reserve_parameters(both)
-        found.extend(row.tenant for row in await rows.database.run(ledger_module.RESERVE, **parameters))
+        found.extend(row["tenant"] for row in await rows.database.run(ledger_module.RESERVE, **parameters))
 
     await unchanged(rows, run)
     assert sorted([OURS.tenant, THEIRS.tenant]) == sorted(found)
