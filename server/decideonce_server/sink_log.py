@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,11 +43,14 @@ class LogSink:
     def _append(self, messages: Sequence[Message]) -> None:
         lines = b"".join(FORMAT.write(json_event(message)) + b"\n" for message in messages)
         with self._path.open("a+b", buffering=0) as file:
+            # A write that goes on is seen page by page: its end so far would look like a line that was broken off.
+            fcntl.flock(file, fcntl.LOCK_EX)
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     lines = b"\n" + lines
-            # One write: the kernel lets no other process's come between.
-            if file.write(lines) != len(lines):
+            written = file.write(lines)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            if written != len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())

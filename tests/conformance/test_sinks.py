@@ -356,6 +356,20 @@ async def test_torn_line_spoils_no_other(open_one: Callable[[str], Sink]) -> Non
         log.close()
 
 
+async def test_sets_of_several_publishers_leave_no_empty_line(open_one: Callable[[str], Sink]) -> None:
+    """A set that is being written isn't taken for a torn line by whoever appends the next one."""
+    log = LogFile()
+    try:
+        sinks = [open_one(log.url) for _ in range(4)]
+        messages = [new_message("any", 500) for _ in range(200)]
+        sent = await asyncio.gather(*(sink.send(messages) for sink in sinks * 8))
+        assert [[ACKNOWLEDGED] * 200] * 32 == sent
+        expected = sorted([str(message.id) for message in messages] * 32)
+        assert expected == sorted(json.loads(line)["id"] for line in log.path.read_text().splitlines())
+    finally:
+        log.close()
+
+
 async def test_full_disk_is_an_outage(open_one: Callable[[str], Sink]) -> None:
     """Where the disk takes no more, nothing is acknowledged."""
     sink = open_one("log:/dev/full")
