@@ -35,7 +35,7 @@ from decideonce_server.evaluator_process import (
     message,
     question,
 )
-from decideonce_server.giving_way import give_way, take_part
+from decideonce_server.giving_way import give_way, step_aside, take_part
 from decideonce_server.lull import Lull
 from decideonce_server.policy import Effect, Evaluation, PolicyCrashed, PolicyError, PolicyTimeout, PolicyVersion
 from decideonce_server.values import Json
@@ -396,7 +396,8 @@ class _Evaluator:
         self.is_clean = True
         self.idle_since = time.monotonic()
         self.ending: asyncio.Task[int | None] | None = None
-        self._gives_way = False
+        # As the fork server is: a new one is aside until it has prepared what it is asked first.
+        self._is_aside = True
 
     @classmethod
     async def start(cls, fork_server: "_ForkServer") -> "_Evaluator":
@@ -463,9 +464,9 @@ class _Evaluator:
         finally:
             giving_way.cancel()
         # One that didn't answer is never used again, and its pid may soon be another's.
-        if self._gives_way and self.ending is None:
+        if self._is_aside and self.ending is None:
             take_part(self._pid)
-            self._gives_way = False
+            self._is_aside = False
         self.is_clean = True
         return answer
 
@@ -473,7 +474,7 @@ class _Evaluator:
         # Its pid is its own until it is reaped. An engine may have begun more threads since.
         if self.ending is None:
             give_way(self._pid)
-            self._gives_way = True
+            self._is_aside = True
 
     def kill(self) -> None:
         # The pid is this evaluator's until the fork server reaps it, which it does only when asked.
@@ -552,6 +553,8 @@ class _ForkServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
+        # Each evaluator that is killed costs a new one, a few milliseconds that calls beside it would wait for.
+        step_aside(self._process.pid)
 
     async def _order(self, order: int, descriptors: list[int]) -> int:
         if self._orders is None:

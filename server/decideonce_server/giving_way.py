@@ -3,6 +3,9 @@
 It goes on on half of the cores, and in long slices of time: since Linux 6.12 what wakes up beside it and has shorter
 slices runs at once. What Postgres begins on such a core waits for the next tick of the clock otherwise, up to 4 ms.
 Priorities don't help: they hold within one session or container, and Postgres is in another.
+
+The kernel moves nothing to a core that is busy with such a process, so the others crowd on the rest. What can be told
+to run there steps aside: it has usual slices and goes first.
 """
 
 import contextlib
@@ -14,6 +17,8 @@ from pathlib import Path
 
 # Those that this process may use; none where the system has no say in it (outside Linux).
 CORES: Sequence[int] = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+# The last ones: where there is a choice, the kernel fills the first ones first.
+_HALF = CORES[-(-len(CORES) // 2) :] or CORES
 
 # The longest there is.
 LONG_SLICE_NS = 100_000_000
@@ -42,8 +47,12 @@ class _Attributes(ctypes.Structure):
 
 def give_way(pid: int) -> None:
     """Have all threads of a process give way; one that is gone does so anyway."""
-    # The last cores: where there is a choice, the kernel fills the first ones first.
-    _schedule(pid, CORES[-(-len(CORES) // 2) :] or CORES, LONG_SLICE_NS)
+    _schedule(pid, _HALF, LONG_SLICE_NS)
+
+
+def step_aside(pid: int) -> None:
+    """Have all threads of a process, and what it forks, run on the half of the cores that others give way on."""
+    _schedule(pid, _HALF, 0)
 
 
 def take_part(pid: int) -> None:

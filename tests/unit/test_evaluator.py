@@ -389,6 +389,20 @@ async def test_an_engine_that_works_in_threads_is_held_with_all_of_them(evaluato
     await asyncio.gather(call, return_exceptions=True)
 
 
+async def test_a_new_evaluator_is_made_aside_and_then_takes_part(evaluators: Evaluators) -> None:
+    """What replaces a killed one is forked on the half that it ran on; whatever it is asked, it then has all cores."""
+    (fork_server,) = psutil.Process().children()
+    every = psutil.Process().cpu_affinity()
+    half = every[-(-len(every) // 2) :] or every
+    made = fork_server.children()
+    assert [half] * len(made) == [process.cpu_affinity() for process in made]
+    await count(evaluators, 1)
+    assert every in [process.cpu_affinity() for process in made]
+    assert half == fork_server.cpu_affinity()
+    usual_ns = slice_ns(os.getpid())
+    assert {usual_ns} == {slice_ns(process.pid) for process in (fork_server, *made)}
+
+
 async def test_policy_that_ran_away_begins_on_half_of_the_cores(evaluators: Evaluators) -> None:
     """What is known to take long leaves the others their half from its first moment."""
     body = """
