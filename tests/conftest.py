@@ -112,9 +112,9 @@ async def start_service(database_url: URL, tmp_path: Path) -> AsyncIterator[Call
     """Give a function that starts a real service process on the test's database: `start_service("--flag", …)`."""
     services: list[ServiceProcess] = []
 
-    def start(*arguments: str) -> ServiceProcess:
+    def start(*arguments: str, **environment: str) -> ServiceProcess:
         log = tmp_path / f"service-{len(services)}.log"
-        service = ServiceProcess(log, ["--database-url", url_text(database_url), *arguments])
+        service = ServiceProcess(log, ["--database-url", url_text(database_url), *arguments], environment)
         services.append(service)
         service.wait_until_ready()
         return service

@@ -272,7 +272,8 @@ class ServiceProcess:
                 [sys.executable, "-m", "decideonce_server", "serve", "--listen", "127.0.0.1:0", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=os.environ | dict(environment or {}),
+                # One, unless a test is about several: what a process keeps to itself is then there for every call.
+                env={"DECIDEONCE_WORKERS": "1", **os.environ, **(environment or {})},
                 text=True,
                 start_new_session=True,
             )

@@ -1,5 +1,6 @@
 """The command line, put together: what runs on this machine is here, the rest in the modules that are named `cli_…`."""
 
+import os
 from collections.abc import Callable
 from functools import reduce
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from decideonce_server.cli_database import checked_url, data_dir_setting, databa
 from decideonce_server.cli_service import Service, calls_service
 from decideonce_server.cloudevent import PayloadFormat
 from decideonce_server.database import database_url as read_url
+from decideonce_server.giving_way import CORES
 from decideonce_server.identity import Role, is_tenant
 from decideonce_server.ledger_tokens import TokenStore
 from decideonce_server.migrate import migrate
@@ -23,6 +25,8 @@ from decideonce_server.options import DURATION, json_option, setting
 from decideonce_server.settings import Settings
 
 HEALTH_TIME_S = 2.0
+# More, each with its pool, would need more connections than Postgres allows unless told otherwise: 100.
+UNASKED_WORKERS_MAX = 7
 SHELLS = {found.name: found for found in (BashComplete, ZshComplete, FishComplete)}
 
 
@@ -116,7 +120,13 @@ for command in (
 @database_url_setting
 @data_dir_setting
 @setting("--catalog", "A catalog to apply at start.", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@setting("--workers", "Processes that answer calls, on one port.", type=click.IntRange(1, 256), default=1)
+@setting(
+    "--workers",
+    "Processes that answer calls, on one port.",
+    type=click.IntRange(1, 256),
+    default=min(len(CORES) or os.cpu_count() or 1, UNASKED_WORKERS_MAX),
+    show_default=f"one per core, {UNASKED_WORKERS_MAX} at most",
+)
 @setting(
     "--housekeeping/--no-housekeeping", "Rescue stale work, apply retention and publish events here.", default=True
 )

@@ -41,4 +41,5 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 def setting(flag: str, help_text: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a setting: a flag, and a DECIDEONCE_… variable of the same name."""
     variable = "DECIDEONCE_" + flag.removeprefix("--").split("/")[0].replace("-", "_").upper()
-    return click.option(flag, envvar=variable, show_envvar=True, show_default=True, help=help_text, **options)
+    shown = {"show_envvar": True, "show_default": True, **options}
+    return click.option(flag, envvar=variable, help=help_text, **shown)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
@@ -46,6 +47,22 @@ async def test_worker_that_keeps_dying_is_reported_and_replaced_with_a_pause(
     assert {("worker 0", -signal.SIGKILL)} == {(d["role"], d["exit_code"]) for d in deaths}
     caller = connect_caller(service, await make_token(database_url, "acme"))
     assert wire.DECISION_STATUS_SUCCEEDED == (await until(lambda: answer_of(caller))).status
+
+
+def test_one_worker_answers_calls_for_each_core(start_service) -> None:
+    """Where nothing says how many, a process answers calls for each core that the service may use, seven at most."""
+    every = os.sched_getaffinity(0)
+    expected = []
+    found = []
+    for cores in (every, {min(every)}):
+        os.sched_setaffinity(0, cores)
+        try:
+            service = start_service(ALONE, DECIDEONCE_WORKERS="")
+        finally:
+            os.sched_setaffinity(0, every)
+        expected.append(min(len(cores), 7))
+        found.append(len(children(service, "worker")))
+    assert expected == found
 
 
 async def answer_of(caller: Caller) -> wire.DecideResponse | None:
